@@ -16,9 +16,7 @@
 #include "engine/checkpoint/manifest.h"
 #include "engine/checkpoint/parameters.h"
 #include "engine/checkpoint/save_folder.h"
-#include "engine/checkpoint/states.h"
 #include "io/part_folder.h"
-#include "engine/checkpoint/tensors.h"
 
 namespace overspill::bindings {
 namespace {

@@ -313,6 +313,7 @@ void register_looks(EngineClass& cls) {
   using Released = py::call_guard<py::gil_scoped_release>;
   cls.def("stats", &stats_dict)
       .def("stall", &Engine::stall)
+      .def("hurry_save", &Engine::hurry_save)
       .def("save_progress",
            [](const Engine& self) {
              const engine::SaveProgress progress = self.save_progress();

@@ -8,8 +8,8 @@
 // Threads. These methods may be called from any thread at any time, also at the same time:
 //   acquire() and everything of a Lease, its end included; begin_pass(), begin_backward(), add_gradient(),
 //   has_gradient(), generation(), resident_now(), expect_step();
-//   save_progress(), device(), layout(), plan(), stats(), report(), report_inside(), figures(), predict(), predict_budgets(),
-//   record_journal(), take_journal(), take_device_spans().
+//   save_progress(), hurry_save(), device(), layout(), plan(), stats(), report(), report_inside(), figures(),
+//   predict(), predict_budgets(), record_journal(), take_journal(), take_device_spans().
 // All others change or read weights, states or gradients as a whole. The caller calls them one at a time,
 // from any thread, and calls none of the methods in the first two lines above while one of them runs; those
 // from device() on may be called even then. The engine adds gradients in the order of the calls: where
@@ -247,16 +247,21 @@ class Engine {
   /// written, with the folder under its temporary name. It writes durable files, under names that
   /// is_file_of_a_save accepts, and returns the extra_json. If it throws, no checkpoint is made.
   void save(const std::filesystem::path& folder, const WriteBeside& write_beside);
-  /// The same, of the states as they are now, while the caller goes on: returns when all that is needed of them
-  /// is reserved. Updates that are still to be made belong to it. One at a time: the next save, load() and close()
-  /// wait for it and throw its error. Where weights or states are changed from outside, that waits until they
-  /// are taken. What lives on the device is taken before this returns. With Config::train_after_save = false, and
-  /// once written() has told of weights that were changed where they live, it is save(). Collective.
+  /// The same, of the states as they are now, while the caller goes on: returns when all that is needed of
+  /// them is reserved. Updates that are still to be made belong to it. One at a time: the next save, load()
+  /// and close() wait for it and throw its error. Where weights or states are changed from outside, that
+  /// waits until they are taken. What lives on the device is taken before this returns. With
+  /// Config::train_after_save = false it is save(). Once written() has told of weights that were changed
+  /// where they live, all is taken before this returns; a save during which that happens for the first time
+  /// fails. Collective.
   void save_in_background(const std::filesystem::path& folder, const WriteBeside& write_beside);
   /// Waits for the last save, and throws its error once. Collective after save_in_background().
   void wait_for_save();
-  /// Waits until all states of the last save are taken: to be called before leased weights are changed in place.
+  /// Waits until all states of the last save are taken: to be called before leased weights are changed in
+  /// place.
   void wait_for_snapshot();
+  /// Copies of the save that is under way no longer leave the disks to others. Any thread.
+  void hurry_save() const;
   /// Of the save that is under way, or of the last one; of this rank's part.
   SaveProgress save_progress() const;
   std::string load(const std::filesystem::path& folder);

@@ -49,8 +49,18 @@ std::vector<std::string> lines_of(int folder, const std::string& name) {
   return lines;
 }
 
-UniqueFd open_plain(const std::filesystem::path& path) {
-  return UniqueFd(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+/// A checkpoint may be named by a link.
+UniqueFd open_checkpoint(const std::filesystem::path& path) {
+  return UniqueFd(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+}
+
+/// The name that the folder of a save will have: "<folder>.partial", or a rank's folder in it, while it is
+/// filled.
+std::filesystem::path final_name(std::filesystem::path folder) {
+  constexpr std::string_view kUnfinished = ".partial";
+  if (folder.extension() != kUnfinished && folder.parent_path().extension() == kUnfinished)
+    folder = folder.parent_path();
+  return folder.extension() == kUnfinished ? folder.replace_extension() : folder;
 }
 
 void write_durably(const std::filesystem::path& path, const std::string& text) {
@@ -77,11 +87,25 @@ std::filesystem::path name_of(const std::filesystem::path& checkpoint, std::stri
 
 /// The part's folder, held by a descriptor; empty where the path has something else.
 UniqueFd open_part(const PartFolder& part) {
-  UniqueFd folder = open_plain(part.path);
+  UniqueFd folder(::open(part.path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
   if (!folder) return {};
   const std::vector<std::string> lines = lines_of(folder.get(), kIdFile);
   if (lines.empty() || lines[0] != part.id) return {};
   return folder;
+}
+
+bool same_folder(const std::filesystem::path& one, const std::filesystem::path& other) {
+  std::error_code ignored;
+  return std::filesystem::equivalent(one, other, ignored);
+}
+
+/// Whether another checkpoint than this one has the part: it was copied with links, or its file was.
+bool is_of_another(const std::filesystem::path& checkpoint, const PartFolder& part, int folder) {
+  struct stat status {};
+  if (::lstat(name_of(checkpoint, part.id).c_str(), &status) == 0 && status.st_nlink > 1) return true;
+  const std::vector<std::string> lines = lines_of(folder, kIdFile);
+  if (lines.size() < 2 || same_folder(lines[1], checkpoint)) return false;
+  return same_folder(part_path(lines[1], part.id), part.path);
 }
 
 }  // namespace
@@ -97,7 +121,7 @@ PartFolder make_part(const std::filesystem::path& checkpoint, const std::filesys
     throw error;
   }
   try {
-    write_durably(part.path / kIdFile, text_of_part(id, checkpoint));
+    write_durably(part.path / kIdFile, text_of_part(id, final_name(checkpoint)));
     sync_folder(base);
   } catch (...) {
     unmake_part(checkpoint, part);
@@ -114,7 +138,7 @@ void unmake_part(const std::filesystem::path& checkpoint, const PartFolder& part
 
 std::vector<PartFolder> parts_of(const std::filesystem::path& checkpoint) {
   std::vector<PartFolder> parts;
-  const UniqueFd folder = open_plain(checkpoint);
+  const UniqueFd folder = open_checkpoint(checkpoint);
   if (!folder) return parts;
   for (const std::string& name : names_in(folder.get(), kPartPrefix)) {
     const std::string_view id = between(name, kPartPrefix, kPartSuffix);
@@ -127,7 +151,7 @@ std::vector<PartFolder> parts_of(const std::filesystem::path& checkpoint) {
 
 std::filesystem::path part_path(const std::filesystem::path& checkpoint, std::string_view id) {
   if (!is_id(id)) return {};
-  const UniqueFd folder = open_plain(checkpoint);
+  const UniqueFd folder = open_checkpoint(checkpoint);
   if (!folder) return {};
   const std::vector<std::string> lines =
       lines_of(folder.get(), fmt::format("{}{}{}", kPartPrefix, id, kPartSuffix));
@@ -148,7 +172,7 @@ void note_owner(const std::filesystem::path& checkpoint) noexcept {
       const UniqueFd file(::openat(folder.get(), kIdFile, O_WRONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
       // For people: whatever becomes of it, the id stays.
       if (file && ::pwrite(file.get(), text.data(), text.size(), 0) == std::ssize(text))
-        static_cast<void>(::ftruncate(file.get(), std::ssize(text)) == 0);
+        static_cast<void>(::ftruncate(file.get(), std::ssize(text)) == 0 && ::fdatasync(file.get()) == 0);
     }
   } catch (const std::exception&) {
   }
@@ -159,7 +183,7 @@ std::vector<std::filesystem::path> remove_parts(const std::filesystem::path& che
   std::vector<std::filesystem::path> stay;
   for (const PartFolder& part : parts_of(checkpoint)) {
     const UniqueFd folder = open_part(part);
-    if (!folder) continue;  // removed already, or somebody else's
+    if (!folder || is_of_another(checkpoint, part, folder.get())) continue;  // or removed already
     for (const std::string& name : names_in(folder.get(), "")) {
       if (is_ours(name)) ::unlinkat(folder.get(), name.c_str(), 0);
     }
@@ -182,7 +206,8 @@ std::vector<std::string> orphans(const std::filesystem::path& base) {
     const UniqueFd part = is_id(id) ? open_folder(folder.get(), name) : UniqueFd();
     if (!part) continue;
     const std::vector<std::string> lines = lines_of(part.get(), kIdFile);
-    if (lines.size() < 2 || lines[0] != id || part_path(lines[1], id) == base / name) continue;
+    if (lines.size() < 2 || lines[0] != id || same_folder(part_path(lines[1], id), base / name)) continue;
+    if (same_folder(part_path(lines[1] + ".partial", id), base / name)) continue;  // it is being saved
     found.push_back(fmt::format("{} is a part of the checkpoint {}, which is not there",
                                 (base / name).string(), lines[1]));
   }

@@ -48,7 +48,9 @@ def save(
     """`unknown`: further arguments of the call. `keep`: which other checkpoints in the folder stay; None: all.
     `blocking`: returns when all is done."""
     state.check_arguments("save_checkpoint", unknown)
-    folder = given.path("save_checkpoint", folder)
+    folder = os.path.abspath(
+        given.path("save_checkpoint", folder)
+    )  # the script may change the current folder
     if keep is not None:
         retention.Series(Path(folder))  # its name is looked at before anything is written
     engine._behind.wait("save_checkpoint")

@@ -18,6 +18,7 @@ class End:
     def __init__(self, groups: tuple[ranks.Group | None, ...]):
         self.groups, self.over = groups, False
         self.core: Any = None
+        self.behind: Any = None  # what is saved behind the script
         self.owner: Residency | None = None
         self._thread: threading.Thread | None = None
 
@@ -68,7 +69,7 @@ class End:
         """The model's hooks stay: where it outlives the engine they say that the weights are gone."""
         if self.owner is not None and self.owner.is_of_a_parent():
             return
-        failure: Exception | None = None
+        failure: Exception | None = None if self.behind is None else self.behind.close()
         for part in (self.owner, self.core):  # the core in any case: its threads must not outlive Python
             try:
                 if part is not None:

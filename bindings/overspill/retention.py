@@ -149,6 +149,8 @@ def newest_whole(folder: Path) -> tuple[Path, list[str]]:
 
 def _renamed(path: Path) -> str:
     """What became of one that was skipped, in words."""
+    if saves.lacks_parts(path):
+        return "it keeps its name, since a part of it is not here"
     try:
         with saves.alone(path):
             return f"it is now {saves.rename_aside(path, 'damaged')}"

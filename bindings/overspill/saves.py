@@ -172,6 +172,11 @@ def with_parts(folders: list[Path]) -> list[Path]:
     return [*folders, *(part for folder in folders for part in _core.parts_of(folder))]
 
 
+def lacks_parts(path: Path) -> bool:
+    """Whether it has parts on other file systems that are not there: their disk may not be mounted."""
+    return len(list(path.glob("part-*.txt"))) > len(_core.parts_of(path))
+
+
 def disk_use(folder: Path) -> DiskUse:
     """As `disk_bytes`, of one folder."""
     names: dict[tuple[int, int], list[str]] = {}

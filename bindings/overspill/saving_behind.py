@@ -53,8 +53,9 @@ class Behind:
         self._hurried.clear()
         if keep is not None and (self._group is None or self._group.rank == 0):
             # Python waits for it at its end, as for the save itself.
-            self._thread = threading.Thread(target=self._retain, args=(folder, keep), name="overspill save")
-            self._thread.start()
+            thread = threading.Thread(target=self._retain, args=(folder, keep), name="overspill save")
+            thread.start()
+            self._thread = thread
 
     def wait(self, call: str) -> None:
         """Returns when the last save is complete, and older checkpoints are gone. Raises what went wrong, once, on all
@@ -77,13 +78,21 @@ class Behind:
             warnings.warn(f"overspill: {text}", stacklevel=given.script_level())
         self._said = []
 
-    def ended(self) -> Exception | None:
-        """The same where the engine ends in any case: returns what went wrong."""
-        try:
-            self.wait("close")
-        except Exception as error:
-            return error
-        return None
+    def close(self) -> Exception | None:
+        """For the engine's end, which waits for the save itself: returns what went wrong after that, on this rank."""
+        if self._thread is None or self._thread is threading.current_thread():
+            return None
+        self._hurry()
+        self._join()
+        failure, self._failure = self._failure, None
+        for text in self._said:
+            warnings.warn(f"overspill: {text}", stacklevel=given.script_level())
+        return failure
+
+    def _hurry(self) -> None:
+        """Somebody waits."""
+        self._hurried.set()
+        self._core.hurry_save()
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -92,6 +101,8 @@ class Behind:
 
     def _retain(self, folder: Path, keep: retention.Keep) -> None:
         while self._core.save_progress()["under_way"]:
+            if not threading.main_thread().is_alive():  # the process ends, and waits for this thread
+                self._hurry()
             time.sleep(_LOOK_SECONDS)
         if not saves.is_complete(folder):
             return  # wait() says why
@@ -107,7 +118,8 @@ class Behind:
 
         def pause(_done: int, _total: int) -> None:
             nonlocal last
-            self._hurried.wait(_REST * (time.monotonic() - last))
+            if threading.main_thread().is_alive():
+                self._hurried.wait(_REST * (time.monotonic() - last))
             last = time.monotonic()
 
         return pause

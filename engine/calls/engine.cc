@@ -270,13 +270,18 @@ void Engine::save(const std::filesystem::path& folder, const WriteBeside& write_
 
 void Engine::save_in_background(const std::filesystem::path& folder, const WriteBeside& write_beside) {
   Machine& m = machine();
-  if (!m.setup.config.train_after_save || m.edits_at_home) return save(folder, write_beside);
+  if (!m.setup.config.train_after_save) return save(folder, write_beside);
   m.wait_for_save();
-  m.save_in_background(folder, write_beside);
+  m.save_in_background(std::filesystem::absolute(folder),
+                       write_beside);  // whoever changes the current folder later
 }
 
 void Engine::wait_for_save() {
   machine().wait_for_save();
+}
+
+void Engine::hurry_save() const {
+  machine_to_look_at().keeper.hurry();
 }
 
 void Engine::wait_for_snapshot() {

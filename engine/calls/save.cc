@@ -97,12 +97,21 @@ void Machine::take_all(RankPart& part) {
 
 /// What lives on the device changes without the updater: it is taken now.
 void Machine::mark(RankPart& part) {
+  intake.finish();  // else it might let guesses begin while others are taken back
   MutexLock lock(core.mutex());
   core.check();
   updater.take_back_all();
   snapshot.mark(part);
   for (int32_t chunk = 0; std::cmp_less(chunk, model.chunks.size()); ++chunk) {
     if (setup.lives_on_device(setup.layout.chunks[chunk].unit)) snapshot.before_change(chunk);
+  }
+  if (!edits_at_home) return;
+  lock.unlock();
+  try {  // this model's forward changes weights where they live: they are taken before it runs
+    snapshot.take_all();
+  } catch (...) {
+    lock.lock();
+    snapshot.fail(std::current_exception());  // the background's thread tells of it, as of every other error
   }
 }
 
@@ -195,11 +204,13 @@ void Machine::save_in_background(const std::filesystem::path& folder, const Writ
 
 void Machine::forget_snapshot(const std::string& name) {
   edits_at_home = true;
+  if (!background.under_way()) return;
+  background.spoil();
   if (!snapshot.under_way()) return;
-  snapshot.fail(std::make_exception_ptr(CheckpointError(
-      fmt::format("{} was changed in place while the save took the weights: save before such a change, or wait "
-                  "for the save (wait_for_save, or blocking=True)",
-                  name))));
+  snapshot.fail(std::make_exception_ptr(CheckpointError(fmt::format(
+      "{} was changed in place while the save took the weights: save before such a change, or wait "
+      "for the save (wait_for_save, or blocking=True)",
+      name))));
 }
 
 void Machine::wait_for_save() {

@@ -4,6 +4,7 @@
 
 #include <sstream>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -43,16 +44,19 @@ void BackgroundSave::announce(const std::filesystem::path& folder) {
 
 void BackgroundSave::start(const std::filesystem::path& folder, Manifest manifest) {
   under_way_ = true;
+  said_written_ = false;
+  spoiled_ = false;
   keeper_.take_time();
-  thread_ = std::thread([this, folder, manifest = std::move(manifest)]() mutable noexcept {
+  try {
+    thread_ = std::thread([this, folder, manifest] { run(folder, manifest); });
+  } catch (const std::system_error&) {  // the machine refuses threads
     run(folder, std::move(manifest));
-  });
+  }
 }
 
 std::exception_ptr BackgroundSave::join() noexcept {
-  if (!thread_.joinable()) return nullptr;
   keeper_.hurry();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
   return std::exchange(error_, nullptr);
 }
 
@@ -83,10 +87,13 @@ void BackgroundSave::save(const std::filesystem::path& folder, Manifest manifest
       if (auto index = index_of_words(static_cast<int>(rank), setup_.layout.shards, words[rank]))
         manifest.indexes.push_back(std::move(*index));
     }
+    check_unspoiled();
     keeper_.complete(folder, manifest);
     if (reports_) reports_->remove_own(folder);
   } else {
+    check_unspoiled();
     reports_->say_written(words_of(part.index));
+    said_written_ = true;
     reports_->wait_for_name(folder, go_on);
   }
   keeper_.keep(folder);
@@ -105,12 +112,33 @@ void BackgroundSave::end(const std::filesystem::path& folder) noexcept {
   } catch (const std::exception&) {  // the engine has failed: nobody waits for anything
     keeper_.remove(folder);
   }
-  stalled ? keeper_.leave() : keeper_.give_up();
+  let_go_of_pins();
   try {
     io::say_on_stderr(
         fmt::format("overspill: warning: the checkpoint {} could not be saved: {}", folder.string(), why));
   } catch (const std::exception&) {
   }
+}
+
+/// Rank 0 may give the folder its name although this rank has failed after its word: then its slabs need the
+/// pins.
+void BackgroundSave::let_go_of_pins() noexcept {
+  bool given_up = !said_written_ && !io::is_stalled(error_);
+  try {
+    std::rethrow_exception(error_);
+  } catch (const GivenUp&) {
+    given_up = true;
+  } catch (...) {
+  }
+  given_up ? keeper_.give_up() : keeper_.leave();
+}
+
+void BackgroundSave::check_unspoiled() const {
+  if (!spoiled_) return;
+  throw CheckpointError(
+      "weights were changed in place, in forward, while the save took them: save before such a change, or "
+      "wait for "
+      "the save (wait_for_save, or blocking=True)");
 }
 
 /// Throws EngineFailed where the other ranks may have gone.

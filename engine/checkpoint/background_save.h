@@ -36,7 +36,9 @@ class BackgroundSave {
   void start(const std::filesystem::path& folder, Manifest manifest);
 
   /// Whether one was started whose end nobody has asked for.
-  bool started() const { return thread_.joinable(); }
+  bool started() const { return thread_.joinable() || error_ != nullptr; }
+  /// What it takes is not what it was to take: it fails, unless its folder has its name already. Any thread.
+  void spoil() { spoiled_ = true; }
   /// Waits for its end, and lets copies go at full speed meanwhile. Returns what went wrong, once; null:
   /// nothing.
   std::exception_ptr join() noexcept;
@@ -49,6 +51,8 @@ class BackgroundSave {
   void save(const std::filesystem::path& folder, Manifest manifest);
   void end(const std::filesystem::path& folder) noexcept;
   void check() const EXCLUDES(engine_mutex);
+  void check_unspoiled() const;
+  void let_go_of_pins() noexcept;
 
   const Setup& setup_;
   Core& core_;
@@ -57,6 +61,8 @@ class BackgroundSave {
   std::optional<RankReports> reports_;
   std::thread thread_;
   std::exception_ptr error_;  // of the thread, for join()
+  bool said_written_ = false;
+  std::atomic<bool> spoiled_ = false;
   std::atomic<bool> under_way_ = false;
 };
 

@@ -251,8 +251,8 @@ void CheckpointKeeper::move_up(const fs::path& partial, const std::string& prefi
 void CheckpointKeeper::complete(const fs::path& folder, const Manifest& manifest) {
   const fs::path absolute = whole_name(folder);
   const fs::path partial = partial_name(folder);
-  const HeldFolder held(std::move(saving_folder_));
-  if (!io::same_file(held.get(), partial)) {
+  const int held = saving_folder_.get();
+  if (!io::same_file(held, partial)) {
     throw CheckpointError(
         fmt::format("{} is another folder than the one that this save made: it was removed or replaced "
                     "meanwhile; save again",
@@ -264,7 +264,7 @@ void CheckpointKeeper::complete(const fs::path& folder, const Manifest& manifest
     engine::sync_folder(absolute.parent_path(), core_.store.watch());
   } catch (...) {
     if (io::is_stalled(std::current_exception())) {
-      remove_manifest(core_.store.watch(), held.get(), absolute);
+      remove_manifest(core_.store.watch(), held, absolute);
       throw;
     }
     ::unlink((absolute / kManifestFile).c_str());  // whatever stops the rest, this is no checkpoint
@@ -274,6 +274,7 @@ void CheckpointKeeper::complete(const fs::path& folder, const Manifest& manifest
 }
 
 void CheckpointKeeper::keep(const fs::path& folder) {
+  const HeldFolder held(std::move(saving_folder_));
   RankPart::Pinned pinned = end_part();
   if (pinned.share) {
     core_.store->share_named(*pinned.share, whole_name(folder),
@@ -293,6 +294,8 @@ RankPart::Pinned CheckpointKeeper::end_part() {
 }
 
 void CheckpointKeeper::remove(const fs::path& folder) const noexcept {
+  // Another save may have this name by now.
+  if (saving_folder_ && !io::same_file(saving_folder_.get(), partial_name(folder))) return;
   remove_quietly(partial_name(folder));
 }
 
@@ -304,7 +307,11 @@ void CheckpointKeeper::give_up() noexcept {
 void CheckpointKeeper::leave() {
   const HeldFolder held(std::move(saving_folder_));
   RankPart::Pinned pinned = end_part();
-  if (pinned.share) kept_.push_back(std::move(pinned));
+  if (pinned.share) {
+    kept_.push_back(std::move(pinned));
+  } else {
+    unpin(pinned);
+  }
 }
 
 Manifest CheckpointKeeper::verify(const fs::path& folder) const {

@@ -88,6 +88,9 @@ class Check {
   /// Those of all shards, in their order.
   void check_indexes() {
     const auto shards = std::ssize(manifest_.indexes);
+    std::vector<std::string_view> files;
+    for (const IndexFile& index : manifest_.indexes) files.push_back(index.file);
+    check_once(files, "indexes");
     for (int64_t i = 0; i < shards; ++i) {
       const IndexFile& index = manifest_.indexes[static_cast<size_t>(i)];
       require_plain(index.file);

@@ -9,6 +9,7 @@
 #include <array>
 #include <cerrno>
 #include <chrono>
+#include <optional>
 #include <system_error>
 #include <thread>
 
@@ -18,6 +19,9 @@ namespace overspill::engine {
 namespace {
 
 constexpr size_t kReportBytesMax = 64 * 1024;
+constexpr size_t kRoom = 4096;
+// A network file system may show a new name late.
+constexpr std::chrono::seconds kNameIsLate{90};
 constexpr std::chrono::milliseconds kFirstPause{2}, kLongestPause{200};
 
 enum class Lock : uint8_t { free, held, unknown };
@@ -57,6 +61,14 @@ RankReports::RankReports(const std::filesystem::path& partial, int rank, int ran
                                       path.string(), std::generic_category().message(errno)));
   }
   ::flock(own_.get(), LOCK_EX | LOCK_NB);  // where there are no locks, only deaths stay unknown
+  // Its room is taken now: on a disk that has become full this rank could say nothing.
+  const std::string room(kRoom, ' ');
+  if (::pwrite(own_.get(), room.data(), room.size(), 0) != std::ssize(room)) {
+    const int os_error = errno;
+    ::unlink(path.c_str());
+    throw CheckpointError(fmt::format("{}: cannot be written: {}; free space or choose another folder",
+                                      path.string(), std::generic_category().message(os_error)));
+  }
 }
 
 RankReports::~RankReports() {
@@ -67,15 +79,26 @@ std::filesystem::path RankReports::file_of(int rank) const {
   return partial_ / fmt::format("rank{}-{}", rank, kReportFile);
 }
 
-void RankReports::say(const char* kind, const std::string& words) noexcept {
+bool RankReports::say(const char* kind, const std::string& words) noexcept {
   try {
     std::string text = fmt::format("{} {}", kind, words).substr(0, kReportBytesMax - 1);
     std::ranges::replace(text, '\n', ' ');
     text += '\n';  // whoever reads it sees that it is whole
-    [[maybe_unused]] const ssize_t written = ::pwrite(own_.get(), text.data(), text.size(), 0);
-    [[maybe_unused]] const int cut = ::ftruncate(own_.get(), std::ssize(text));
+    return ::pwrite(own_.get(), text.data(), text.size(), 0) == std::ssize(text) &&
+           ::ftruncate(own_.get(), std::ssize(text)) == 0;
   } catch (const std::exception&) {
+    return false;
   }
+}
+
+void RankReports::say_written(const std::string& words) {
+  if (say("written", words)) return;
+  throw CheckpointError(fmt::format("{}: cannot be written: {}; free space or choose another folder",
+                                    file_of(rank_).string(), std::generic_category().message(errno)));
+}
+
+void RankReports::say_failed(const std::string& why) noexcept {
+  if (!say("failed", why)) ::flock(own_.get(), LOCK_UN);
 }
 
 RankReports::Heard RankReports::hear(int rank) const {
@@ -129,12 +152,19 @@ void RankReports::wait_for_name(const std::filesystem::path& folder,
                                 const std::function<void()>& go_on) const {
   std::error_code ignored;
   const auto is_named = [&] { return std::filesystem::exists(folder / kManifestFile, ignored); };
+  std::optional<std::chrono::steady_clock::time_point> gone;
   for (Patiently patiently(go_on); !is_named(); patiently.pause()) {
     const Heard first = hear(0);
-    if (first.report == Report::none || is_named())
-      continue;  // it may have got its name between the two looks
-    if (first.words.starts_with("rank ")) throw CheckpointError(first.words);  // of whom rank 0 has heard it
-    throw CheckpointError(fmt::format("rank 0: {}", first.words));
+    if (first.report == Report::failed) {
+      // Of whom rank 0 has heard it, or of rank 0.
+      throw GivenUp(first.words.starts_with("rank ") ? first.words : fmt::format("rank 0: {}", first.words));
+    }
+    if (first.report != Report::dead) continue;
+    const auto now = std::chrono::steady_clock::now();
+    if (!gone) gone = now;
+    const bool may_be_named = !std::filesystem::exists(partial_, ignored);
+    if (!may_be_named || now - *gone > kNameIsLate)
+      throw CheckpointError(fmt::format("rank 0: {}", first.words));
   }
 }
 

@@ -8,11 +8,18 @@
 #include <string>
 #include <vector>
 
+#include "engine/checkpoint/manifest.h"
 #include "io/unique_fd.h"
 
 namespace overspill::engine {
 
 inline constexpr const char* kReportFile = "save.txt";  // behind a rank's prefix
+
+/// Rank 0 has said that the folder will not get its name.
+class GivenUp : public CheckpointError {
+ public:
+  using CheckpointError::CheckpointError;
+};
 
 /// Of one rank, on one thread. Its file is locked until it is destroyed: whose is not has left, or died. On a
 /// file system without locks a death stays unknown.
@@ -24,9 +31,10 @@ class RankReports {
   RankReports(const RankReports&) = delete;
   RankReports& operator=(const RankReports&) = delete;
 
-  /// Says that this rank has written its part, or why not. What cannot be said counts as a rank that died.
-  void say_written(const std::string& words) noexcept { say("written", words); }
-  void say_failed(const std::string& why) noexcept { say("failed", why); }
+  /// Says that this rank has written its part. Throws CheckpointError where it cannot be said.
+  void say_written(const std::string& words);
+  /// Says why not. Where that cannot be said, the others take this rank for dead.
+  void say_failed(const std::string& why) noexcept;
 
   // Of rank 0. `go_on` is called now and then, and may throw.
   /// Waits for the words of all other ranks; those of rank 0 are empty. Throws CheckpointError that names a
@@ -39,8 +47,8 @@ class RankReports {
   void remove_own(const std::filesystem::path& folder) const;
 
   // Of the others.
-  /// Waits until rank 0 has given the folder its name `folder`. Throws CheckpointError where it failed or
-  /// died.
+  /// Waits until rank 0 has given the folder its name `folder`. Throws GivenUp where rank 0 says that it
+  /// never will, CheckpointError where it died or cannot be heard.
   void wait_for_name(const std::filesystem::path& folder, const std::function<void()>& go_on) const;
 
  private:
@@ -49,7 +57,7 @@ class RankReports {
     Report report = Report::none;
     std::string words;
   };
-  void say(const char* kind, const std::string& words) noexcept;
+  bool say(const char* kind, const std::string& words) noexcept;
   std::filesystem::path file_of(int rank) const;
   Heard hear(int rank) const;
   bool is_there(int rank) const;

@@ -2,26 +2,19 @@
 // changed meanwhile; a failed one harms nothing, and is told of.
 #include "engine/checkpoint/background_save.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
-#include <sys/file.h>
 #include <unistd.h>
 
 #include <atomic>
-#include <chrono>
-#include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "engine/checkpoint/rank_reports.h"
 #include "engine/resources.h"
 #include "tests/engine/around_store.h"
-#include "tests/engine/parts.h"
 #include "tests/engine/rank_world.h"
 #include "tests/engine/toy_model.h"
 
@@ -46,118 +39,6 @@ class InFolder : public ::testing::Test {
   void TearDown() override { fs::remove_all(folder_); }
   fs::path folder_;
 };
-
-// ---- the snapshot alone
-
-/// Counts what it is given; may fail, or keep whoever writes waiting.
-class CountingTaker final : public engine::Snapshot::Taker {
- public:
-  explicit CountingTaker(size_t chunks) : pinned(chunks), written(chunks) {}
-  void pin(int32_t chunk) override { ++pinned[static_cast<size_t>(chunk)]; }
-  void write(int32_t chunk) override {
-    if (chunk == fails_at) throw CheckpointError("the disk is full");
-    ++written[static_cast<size_t>(chunk)];
-  }
-  std::vector<int> pinned, written;
-  int32_t fails_at = -1;
-};
-
-struct Marked {
-  explicit Marked(const std::function<void(Owners&)>& before = [](Owners&) {}) : owners(make_owners()) {
-    before(*owners);
-    const MutexLock lock(owners->core.mutex());
-    snapshot.mark(taker);
-  }
-  void before_change(int32_t chunk) {
-    const MutexLock lock(owners->core.mutex());
-    snapshot.before_change(chunk);
-  }
-  engine::Saving saving(int32_t chunk) {
-    const MutexLock lock(owners->core.mutex());
-    return owners->model.chunks[static_cast<size_t>(chunk)].saving;
-  }
-
-  std::unique_ptr<Owners> owners;
-  engine::Snapshot snapshot{owners->core, owners->model};
-  CountingTaker taker{owners->model.chunks.size()};
-};
-
-TEST(Snapshot, TakesEachChunkOnceWhoeverComesFirst) {
-  Marked m;
-  m.before_change(2);
-  EXPECT_EQ(m.taker.written[2], 1);
-  m.before_change(2);  // changed again
-  m.snapshot.take_all();
-  EXPECT_EQ(m.taker.written, std::vector<int>(m.taker.written.size(), 1));
-  EXPECT_EQ(m.taker.pinned, m.taker.written);
-  m.before_change(1);
-  EXPECT_EQ(m.taker.written[1], 1) << "it is over";
-}
-
-TEST(Snapshot, LetsTheScheduledUpdateGoFirst) {
-  Marked m([](Owners& owners) {
-    const MutexLock lock(owners.core.mutex());
-    owners.model.chunks[1].pending = true;
-  });
-  m.before_change(1);
-  EXPECT_EQ(m.taker.written[1], 0) << "this update belongs to the snapshot";
-  {
-    const MutexLock lock(m.owners->core.mutex());
-    m.owners->model.chunks[1].pending = false;
-    m.snapshot.updated(1);
-  }
-  m.before_change(1);
-  EXPECT_EQ(m.taker.written[1], 1) << "and the next one does not";
-  m.snapshot.take_all();
-}
-
-TEST(Snapshot, WaitsForAnUpdateThatIsStillToCome) {
-  Marked m([](Owners& owners) {
-    const MutexLock lock(owners.core.mutex());
-    owners.model.chunks[0].pending = true;
-  });
-  std::atomic<bool> over = false;
-  std::thread taking([&] {
-    m.snapshot.take_all();
-    over = true;
-  });
-  while (m.saving(1) != engine::Saving::due) std::this_thread::yield();
-  EXPECT_FALSE(over);
-  {
-    const MutexLock lock(m.owners->core.mutex());
-    m.owners->model.chunks[0].pending = false;
-    m.snapshot.updated(0);
-    m.owners->core.changed.notify_all();
-  }
-  taking.join();
-  EXPECT_EQ(m.taker.written, std::vector<int>(m.taker.written.size(), 1));
-}
-
-TEST(Snapshot, ThatFailsOnAWorkerLetsTheWorkerGoOn) {
-  Marked m;
-  m.taker.fails_at = 3;
-  m.before_change(3);
-  EXPECT_THROW(m.snapshot.take_all(), CheckpointError);
-  m.before_change(0);
-  EXPECT_EQ(m.taker.written[0], 0) << "it was given up";
-  const MutexLock lock(m.owners->core.mutex());
-  m.snapshot.wait();  // does not
-  EXPECT_FALSE(m.snapshot.under_way());
-}
-
-TEST(Snapshot, OfAnEngineThatFailsEnds) {
-  Marked m([](Owners& owners) {
-    const MutexLock lock(owners.core.mutex());
-    owners.model.chunks[0].pending = true;
-  });
-  std::thread failing([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    const MutexLock lock(m.owners->core.mutex());
-    m.owners->core.fail("a disk is gone");
-  });
-  EXPECT_THROW(m.snapshot.take_all(), engine::EngineFailed);
-  failing.join();
-}
 
 // ---- one rank
 
@@ -410,103 +291,6 @@ TEST_F(RankSaves, ThatOneRankCannotFinishAreRefusedByAll) {
   for (const std::string& error : errors) EXPECT_EQ(error, "");
   EXPECT_FALSE(fs::exists(folder_ / "saved"));
   EXPECT_EQ(engine::verify_checkpoint(folder_ / "second", nullptr, nullptr).step, 3);
-}
-
-// ---- what ranks hear of one another
-
-using Reports = InFolder;
-
-TEST_F(Reports, OfARankThatDiedAreKnown) {
-  const auto go_on = [] {};
-  engine::RankReports first(folder_, 0, 2);
-  { const engine::RankReports dies(folder_, 1, 2); }
-  try {
-    static_cast<void>(first.gather(go_on));
-    ADD_FAILURE() << "it was not missed";
-  } catch (const CheckpointError& error) {
-    EXPECT_EQ(std::string(error.what()), "rank 1: it ended before it had written its part");
-  }
-}
-
-TEST_F(Reports, OfAllRanksAreTheirWords) {
-  const auto go_on = [] {};
-  engine::RankReports first(folder_, 0, 2);
-  engine::RankReports second(folder_, 1, 2);
-  std::thread late([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    second.say_written("a b");
-  });
-  EXPECT_EQ(first.gather(go_on), (std::vector<std::string>{"", "a b"}));
-  late.join();
-  first.remove_others();
-  first.remove_own(folder_);
-  EXPECT_TRUE(fs::is_empty(folder_));
-}
-
-TEST_F(Reports, ThatSayWhyAreTold) {
-  const auto go_on = [] {};
-  engine::RankReports first(folder_, 0, 2);
-  engine::RankReports second(folder_, 1, 2);
-  second.say_failed("no room\non the disk");
-  try {
-    static_cast<void>(first.gather(go_on));
-    ADD_FAILURE() << "it was not heard";
-  } catch (const CheckpointError& error) {
-    EXPECT_EQ(std::string(error.what()), "rank 1: no room on the disk");
-  }
-}
-
-TEST_F(Reports, AWaitForTheNameEndsWithTheName) {
-  const fs::path partial = folder_ / "saved.partial", saved = folder_ / "saved";
-  fs::create_directory(partial);
-  const engine::RankReports first(partial, 0, 2), second(partial, 1, 2);
-  int looks = 0;
-  second.wait_for_name(saved, [&] {
-    if (++looks < 3) return;
-    std::ofstream(partial / engine::kManifestFile) << "{}";
-    fs::rename(partial, saved);
-  });
-  EXPECT_EQ(looks, 3);
-}
-
-TEST_F(Reports, AWaitForTheNameEndsWithRankZero) {
-  const auto go_on = [] {};
-  engine::RankReports second(folder_, 1, 2);
-  const auto said = [&] {
-    try {
-      second.wait_for_name(folder_ / "saved", go_on);
-    } catch (const CheckpointError& error) {
-      return std::string(error.what());
-    }
-    return std::string("it has its name");
-  };
-  {
-    engine::RankReports first(folder_, 0, 2);
-    first.say_failed("rank 1: no room");
-    EXPECT_EQ(said(), "rank 1: no room");
-    first.say_failed("no room");
-    EXPECT_EQ(said(), "rank 0: no room");
-    fs::remove(folder_ / "rank0-save.txt");
-  }
-  { const engine::RankReports dies(folder_, 0, 2); }
-  EXPECT_EQ(said(), "rank 0: it ended before it had written its part");
-}
-
-TEST_F(Reports, RankZeroLeavesLast) {
-  const engine::RankReports first(folder_, 0, 2);
-  auto second = std::make_unique<engine::RankReports>(folder_, 1, 2);
-  int looks = 0;
-  first.wait_for_others([&] {
-    if (++looks == 3) second.reset();
-  });
-  EXPECT_EQ(looks, 3);
-}
-
-TEST_F(Reports, AnEngineThatFailedWaitsForNobody) {
-  engine::RankReports first(folder_, 0, 2);
-  const engine::RankReports second(folder_, 1, 2);
-  const auto give_up = [] { throw engine::EngineFailed("rank 1 is gone"); };
-  EXPECT_THROW(static_cast<void>(first.gather(give_up)), engine::EngineFailed);
 }
 
 }  // namespace

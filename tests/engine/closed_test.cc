@@ -100,6 +100,7 @@ const Calls& answered() {
       {"layout", [](Engine& e) { EXPECT_EQ(e.layout().units.size(), 6U); }},
       {"plan", [](Engine& e) { EXPECT_FALSE(e.plan().text().empty()); }},
       {"stats", [](Engine& e) { EXPECT_EQ(e.stats().step, 4); }},
+      {"hurry_save", [](Engine& e) { e.hurry_save(); }},
       {"save_progress", [](Engine& e) { EXPECT_FALSE(e.save_progress().under_way); }},
       {"report", [](Engine& e) { EXPECT_EQ(e.report().step, 4); }},
       {"report_inside", [](Engine& e) { EXPECT_EQ(e.report_inside().step, 4); }},

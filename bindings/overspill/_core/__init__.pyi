@@ -55,8 +55,11 @@ __all__: list[str] = [
     "manifest",
     "merge",
     "nan_capsule",
+    "note_owner",
     "optim",
+    "parts_of",
     "plan",
+    "remove_parts",
     "verify",
     "why_no_cuda",
     "why_no_nccl",
@@ -287,6 +290,7 @@ class Engine:
     def has_gradient(
         self, arg0: typing.SupportsInt | typing.SupportsIndex, arg1: typing.SupportsInt | typing.SupportsIndex
     ) -> bool: ...
+    def hurry_save(self) -> None: ...
     def layout(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> list[int]: ...
     def load(self, folder: os.PathLike[str] | str | bytes) -> str: ...
     def load_weight(
@@ -700,9 +704,24 @@ def nan_capsule(bytes: typing.SupportsInt | typing.SupportsIndex) -> typing_exte
     What released parameters' memory reads as, as a DLPack capsule.
     """
 
+def note_owner(checkpoint: os.PathLike[str] | str | bytes) -> None:
+    """
+    Says in each of them where its checkpoint is now.
+    """
+
+def parts_of(checkpoint: os.PathLike[str] | str | bytes) -> list[pathlib.Path]:
+    """
+    The folders on other file systems that are parts of a checkpoint, and are there.
+    """
+
 def plan(units: collections.abc.Sequence[Unit], config: Config) -> Plan:
     """
     Where components would go; allocates nothing.
+    """
+
+def remove_parts(checkpoint: os.PathLike[str] | str | bytes) -> list[pathlib.Path]:
+    """
+    Removes them; returns those that are still there.
     """
 
 def verify(
