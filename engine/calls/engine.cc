@@ -288,6 +288,7 @@ void Engine::wait_for_snapshot() {
   Machine& m = machine();
   const MutexLock lock(m.core.mutex());
   m.snapshot.wait();
+  m.edits_may_be_saved = false;
 }
 
 SaveProgress Engine::save_progress() const {

@@ -105,6 +105,7 @@ void Machine::mark(RankPart& part) {
   for (int32_t chunk = 0; std::cmp_less(chunk, model.chunks.size()); ++chunk) {
     if (setup.lives_on_device(setup.layout.chunks[chunk].unit)) snapshot.before_change(chunk);
   }
+  edits_may_be_saved = !edits_at_home;
   if (!edits_at_home) return;
   lock.unlock();
   try {  // this model's forward changes weights where they live: they are taken before it runs
@@ -204,7 +205,7 @@ void Machine::save_in_background(const std::filesystem::path& folder, const Writ
 
 void Machine::forget_snapshot(const std::string& name) {
   edits_at_home = true;
-  if (!background.under_way()) return;
+  if (!background.under_way() || !edits_may_be_saved) return;
   background.spoil();
   if (!snapshot.under_way()) return;
   snapshot.fail(std::make_exception_ptr(CheckpointError(fmt::format(

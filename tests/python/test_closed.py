@@ -78,6 +78,7 @@ CORE_ANSWERS = {
     "predict",
     "report",
     "report_inside",
+    "hurry_save",
     "save_progress",
     "stats",
     "unit_bytes",
