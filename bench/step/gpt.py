@@ -72,11 +72,11 @@ class GPT(nn.Module):
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def make(shape: Shape) -> GPT:
-    """In bf16, on the CPU."""
+def make(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> GPT:
+    """On the CPU."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
         return GPT(shape)
     finally:
