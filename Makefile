@@ -8,7 +8,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-all setup-test build build-all train train-compare test test-cpp test-python test-long fuzz bench-adam bench-formats bench-gguf bench-gpu bench-gradient bench-inference bench-intake bench-io bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheels clean
+.PHONY: help setup setup-all setup-test build build-all train train-compare test test-cpp test-python test-long fuzz bench-adam bench-checkpoint bench-formats bench-gguf bench-gpu bench-gradient bench-inference bench-intake bench-io bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheels clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,11 @@ large: build  ## A 3 B model, constructed to merged, inside 6 GiB of memory (roo
 
 readme:  ## The README's numbers, from the results/*.json that are there
 	@$(PYTHON_VENV) tools/readme_numbers.py $(wildcard results/*.json)
+
+bench-checkpoint: build  ## Saves beside training, restores and merges beside fio, DeepSpeed's zero_to_fp32 and torch's DCP; 20 minutes
+	@tools/setup --train
+	@tools/peers
+	@tools/keep_result checkpoint $(PYTHON_VENV) bench/checkpoint/run.py $(BENCH_CHECKPOINT_ARGS)
 
 bench-formats: build-all  ## What compact and 8-bit states keep of exact's learning on the job of `make train`; 80 minutes, can be resumed
 	@tools/setup --train

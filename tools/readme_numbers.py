@@ -222,6 +222,52 @@ def gpu_step(r: dict[str, Any]) -> list[str]:
     return [f"{r['gpu']}, {r['machine']}, torch {r['torch']}:", "", head, "| --- |" + " --- |" * 6, *rows]
 
 
+CHECKPOINT = (  # what a row says, its key, and what was aimed at
+    ("bytes copied by a save on the disk of the states", "bytes_copied_same_disk", "0"),
+    ("the same, states on two disks", "bytes_copied_two_disks", "0"),
+    ("longest step beside a save, over the median step without, less 1", "stall_vs_step", "0.1"),
+    ("the same where the save is read back and an older one removed", "stall_with_keep_last_vs_step", ""),
+    ("the same without any save: what the machine does", "longest_without_saves_vs_step", ""),
+    (
+        "step beside a copy to another file system of the same disk, over one without",
+        "step_while_copying_vs_step",
+        "1.1",
+    ),
+    ("the same, a file system in memory", "step_while_copying_to_memory_vs_step", "1.1"),
+    ("speed of load_checkpoint over fio's reading, into memory", "restore_vs_fio", "0.9"),
+    ("the same, states on NVMe", "restore_nvme_vs_fio", ""),
+    ("the same, out of slabs that a save has linked", "restore_linked_vs_fio", ""),
+    ("speed of merge over fio's reading and writing at once", "merge_vs_fio", "0.9"),
+    ("the same over fio's reading alone", "merge_vs_fio_reading", ""),
+    ("speed of merge to fp32 over that of zero_to_fp32", "merge_vs_zero_to_fp32", ""),
+    ("peak memory of merge over that of zero_to_fp32", "merge_peak_vs_zero_to_fp32", ""),
+    ("speed of save_checkpoint over that of torch's dcp.save, states in memory", "save_vs_dcp", ""),
+    ("the same until blocking=False returns", "return_vs_dcp", ""),
+    ("speed of save_checkpoint over that of torch's dcp.save, states on NVMe", "save_nvme_vs_dcp", ""),
+    ("the same until blocking=False returns", "return_nvme_vs_dcp", ""),
+)
+
+
+def checkpoint(r: dict[str, Any]) -> list[str]:
+    """Of `make bench-checkpoint`. Quartiles of the rounds' ratios are in brackets."""
+    size = f"{r['parameters'] / 1e6:.0f} M parameters"
+    lines = [f"| `make bench-checkpoint`, {size} | measured | aim |", "| --- | --- | --- |"]
+    for what, key, aim in CHECKPOINT:
+        if key not in r:
+            continue
+        spread = r.get(f"{key}_quartiles")
+        value = f"{r[key]:,}" if isinstance(r[key], int) else f"{r[key]:.3f}"
+        value += f" ({spread[0]:.3f} to {spread[1]:.3f})" if spread else ""
+        lines.append(f"| {what} | {value} | {aim} |")
+    if "merge_peak_bytes" in r:
+        most = f"{mib(r['merge_largest_tensor_bytes'] + 2**28)}"
+        what = (
+            f"peak memory of merge, {r['merge_parameters'] / 1e9:.1f} B parameters, above that of its start"
+        )
+        lines.append(f"| {what} | {mib(r['merge_peak_bytes'])} | {most} |")
+    return lines
+
+
 def plain(r: dict[str, Any]) -> list[str]:
     """Any other result: its numbers as they are."""
     rows = [f"| {key} | {value} |" for key, value in r.items() if isinstance(value, (int, float))]
@@ -265,6 +311,7 @@ SECTIONS = {
     "io": io,
     "step": step,
     "sizes": sizes,
+    "checkpoint": checkpoint,
     "ranks": ranks,
     "ranks-deepspeed": ranks_deepspeed,
     "gpu-step": gpu_step,

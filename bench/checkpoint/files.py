@@ -63,7 +63,7 @@ def merge(bench: Bench) -> None:
     _save_large(bench, shape, checkpoint)
     _write_config(model)
     ratios: dict[str, list[float]] = {"merge_vs_fio": [], "merge_vs_fio_reading": []}
-    peaks = []
+    peaks, imports = [], []
     for _ in range(bench.args.merge_rounds):
         places.drop_pages(checkpoint)
         done = bench.once("merge_ours.py", str(checkpoint), str(model), str(out), "bf16")
@@ -74,6 +74,7 @@ def merge(bench: Bench) -> None:
         ratios["merge_vs_fio"].append(2 * done["bytes"] / done["seconds"] / both.bytes_per_s)
         ratios["merge_vs_fio_reading"].append(done["bytes"] / done["seconds"] / alone.bytes_per_s)
         peaks.append(done["peak_bytes"])
+        imports.append(done["import_seconds"])
         bench.found["merge_largest_tensor_bytes"] = largest_tensor_bytes(weights)
         bench.found["merge_bytes"] = done["bytes"]
         print(
@@ -84,6 +85,7 @@ def merge(bench: Bench) -> None:
         places.remove(out)
     for key, values in ratios.items():
         bench.ratio(key, values)
+    bench.figure("merge_import_seconds", median(imports))
     bench.figure("merge_peak_bytes", max(peaks))
     bench.figure("merge_largest_tensor_bytes", bench.found["merge_largest_tensor_bytes"])
     places.remove(checkpoint)

@@ -48,11 +48,11 @@ QUICK = {
     "size": "50",
     "two_disks_size": "tiny",
     "merge_sizes": "160",
-    "rounds": 2,
-    "copy_rounds": 2,
+    "rounds": 1,
+    "copy_rounds": 1,
     "merge_rounds": 1,
-    "steps": 4,
-    "every": 2,
+    "steps": 3,
+    "every": 3,
 }
 
 
@@ -71,13 +71,13 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--merge-sizes", default="3000,1500,690,160", help=f"the first that has room; of {known}"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="(default 5)")
+    parser.add_argument("--rounds", type=int, default=4, help="(default 4)")
     parser.add_argument(
-        "--copy-rounds", type=int, default=4, help="of the part copy, each with one save (default 4)"
+        "--copy-rounds", type=int, default=2, help="of the part copy, each with one save (default 2)"
     )
-    parser.add_argument("--merge-rounds", type=int, default=3, help="of the part merge (default 3)")
-    parser.add_argument("--steps", type=int, default=6, help="of a turn (default 6)")
-    parser.add_argument("--every", type=int, default=3, help="steps from one save to the next (default 3)")
+    parser.add_argument("--merge-rounds", type=int, default=2, help="of the part merge (default 2)")
+    parser.add_argument("--steps", type=int, default=4, help="of a turn (default 4)")
+    parser.add_argument("--every", type=int, default=4, help="steps from one save to the next (default 4)")
     parser.add_argument("--quick", action="store_true", help="small models, few rounds: 2 minutes")
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "results", help="on the file system to measure; cleaned up"

@@ -78,8 +78,11 @@ class Bench:
         child = Child(command, dict(os.environ), log, rests=True)
         try:
             yield child
-        finally:
-            child.close()
+        except BaseException:  # Ctrl-C: what it has made goes with the folder
+            child.process.kill()
+            child.process.wait()
+            raise
+        child.close()
 
     def once(self, program: str, *arguments: str, theirs: bool = False) -> dict[str, Any]:
         """A program that does one thing and says so in its last line. Raises Failed."""

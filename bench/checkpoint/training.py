@@ -38,15 +38,16 @@ def stalls(bench: Bench, engine: Child) -> None:
     for number in range(args.rounds):
         row: dict[str, dict[str, Any]] = {}
         for way in in_turn(list(WAYS), number):
-            folder = bench.folder / f"{way}-{number}"
+            folder = bench.folder / way
             asked = {} if way == "plain" else {"folder": str(folder), "every": args.every, **WAYS[way]}
             row[way] = engine.ask(do="turn", steps=args.steps, **asked)
             if way == "saves":
                 newest = max(folder.iterdir(), key=lambda path: int(path.name.rpartition("-")[2]))
                 bench.found["bytes_copied_same_disk"] = places.copied_bytes(newest)
-            places.remove(folder)
+                places.remove(folder)
         rounds.append(row)
         _say(number, args.rounds, row)
+    places.remove(bench.folder / "kept")
     bench.figure("bytes_copied_same_disk", bench.found["bytes_copied_same_disk"])
     bench.figure("bytes_of_states", engine.ask(do="states")["bytes"])
     _stall_figures(bench, rounds)
