@@ -6,7 +6,7 @@ import os
 import sys
 
 import places
-from scene import HERE, Bench, median
+from measured import HERE, Bench, median
 from turns import Child, in_turn
 
 OURS = {"ram": "host", "nvme": "nvme"}

@@ -8,8 +8,8 @@ import disk_speed
 import gpt
 import peers
 import places
+from measured import Bench, median
 from placements import GIB, count
-from scene import Bench, median
 from turns import Child, Failed, in_turn
 
 MERGE_BYTES = 14  # of disk a parameter: the checkpoint, the engine's files meanwhile, the model, fio's file

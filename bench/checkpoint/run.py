@@ -39,7 +39,7 @@ import gpt
 import places
 import training
 from beside_dcp import beside_dcp
-from scene import Bench
+from measured import Bench
 from turns import Failed, machine
 
 ROOT = Path(__file__).resolve().parents[2]

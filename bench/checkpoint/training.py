@@ -5,8 +5,8 @@ from typing import Any
 
 import gpt
 import places
+from measured import Bench, median, seconds_of
 from placements import MIB, count
-from scene import Bench, median, seconds_of
 from turns import Child, in_turn
 
 WAYS = {"plain": {}, "saves": {}, "kept": {"keep_last": 1}}
