@@ -226,7 +226,12 @@ CHECKPOINT = (  # what a row says, its key, and what was aimed at
     ("bytes copied by a save on the disk of the states", "bytes_copied_same_disk", "0"),
     ("the same, states on two disks", "bytes_copied_two_disks", "0"),
     ("longest step beside a save, over the median step without, less 1", "stall_vs_step", "0.1"),
-    ("the same where the save is read back and an older one removed", "stall_with_keep_last_vs_step", ""),
+    ("of that, the call: median, over the median step", "save_call_vs_step", ""),
+    (
+        "the longest step where the save is read back and an older one removed",
+        "stall_with_keep_last_vs_step",
+        "",
+    ),
     ("the same without any save: what the machine does", "longest_without_saves_vs_step", ""),
     (
         "step beside a copy to another file system of the same disk, over one without",
@@ -240,6 +245,7 @@ CHECKPOINT = (  # what a row says, its key, and what was aimed at
     ("speed of merge over fio's reading and writing at once", "merge_vs_fio", "0.9"),
     ("the same over fio's reading alone", "merge_vs_fio_reading", ""),
     ("speed of merge to fp32 over that of zero_to_fp32", "merge_vs_zero_to_fp32", ""),
+    ("the same, theirs made durable as ours is", "merge_vs_zero_to_fp32_durable", ""),
     ("peak memory of merge over that of zero_to_fp32", "merge_peak_vs_zero_to_fp32", ""),
     ("speed of save_checkpoint over that of torch's dcp.save, states in memory", "save_vs_dcp", ""),
     ("the same until blocking=False returns", "return_vs_dcp", ""),

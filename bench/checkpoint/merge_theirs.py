@@ -5,6 +5,7 @@ bench/checkpoint/merge_theirs.py CHECKPOINT OUT
 
 import importlib.util
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 from peak import growth
+from places import files_of
 
 
 def main() -> None:
@@ -24,7 +26,11 @@ def main() -> None:
         began = time.perf_counter()
         zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(*sys.argv[1:], **options)
         seconds = time.perf_counter() - began
-    print(json.dumps({"seconds": seconds, "peak_bytes": grown["bytes"], "safetensors": has_safetensors}))
+    for path in files_of(Path(sys.argv[2])):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    durable = time.perf_counter() - began
+    print(json.dumps({"seconds": seconds, "durable_seconds": durable, "peak_bytes": grown["bytes"]}))
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ def _stall_figures(bench: Bench, rounds: list[dict[str, dict[str, Any]]]) -> Non
     calls = [step["call"] for row in rounds for step in row["saves"]["steps"] if step["call"]]
     bench.figure("save_call_seconds", median(calls))
     bench.figure("save_call_seconds_longest", max(calls))
+    bench.figure("save_call_vs_step", median(calls) / median(usual))
 
 
 def copying(bench: Bench, engine: Child) -> None:
