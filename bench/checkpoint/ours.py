@@ -42,16 +42,19 @@ class Trained:
     def turn(
         self, steps: int, folder: str = "", every: int = 0, keep_last: int | None = None
     ) -> dict[str, Any]:
-        """Steps; every so many of them begin with a save that goes on behind them. A row a step."""
-        rows, waited = [], 0.0
+        """Steps; every so many of them begin with a save that goes on behind them. A row a step; `saving`: it, or the
+        one before it, was beside a save. One step goes before, so that each finds the update of another under way."""
+        self.step()
+        rows, waited, before = [], 0.0, False
         for number in range(steps):
             began = time.perf_counter()
             if every and number % every == 0:
                 path = Path(folder) / f"step-{self.count}"
                 self.engine.save_checkpoint(path, keep_last=keep_last, blocking=False)
             call = time.perf_counter() - began if every and number % every == 0 else 0.0
-            saving = self.under_way() or call > 0
-            rows.append({"seconds": call + self.step(), "call": call, "saving": saving})
+            beside = self.under_way() or call > 0
+            rows.append({"seconds": call + self.step(), "call": call, "saving": beside or before})
+            before = beside
         if every:
             began = time.perf_counter()
             self.engine.wait_for_save()
@@ -60,6 +63,7 @@ class Trained:
 
     def copying(self, folder: str, steps: int) -> dict[str, Any]:
         """Steps while one save copies; those that began and ended while it did. At least one, at most `steps`."""
+        self.step()
         self.engine.save_checkpoint(folder, blocking=False)
         began, seconds = time.perf_counter(), []
         while len(seconds) < steps:

@@ -41,7 +41,9 @@ def loop_disk(folder: Path, size: int) -> Iterator[Path]:
             _without_second_cache(mounted)
             yield mounted
         finally:
-            if subprocess.run(["umount", mounted]).returncode:  # somebody is still in there
+            if subprocess.run(
+                ["umount", mounted], capture_output=True
+            ).returncode:  # somebody is still in there
                 subprocess.run(["umount", "-l", mounted], check=True)
 
 
