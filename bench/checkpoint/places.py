@@ -33,8 +33,7 @@ def loop_disk(folder: Path, size: int) -> Iterator[Path]:
     with scratch(folder) as made:
         image, mounted = made / "image", made / "mounted"
         mounted.mkdir()
-        with image.open("wb") as file:
-            file.truncate(size)
+        _fill(image, size)
         _run("mkfs.ext4", "-q", "-F", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0", str(image))
         _run("mount", "-o", "loop", str(image), str(mounted))
         try:
@@ -45,6 +44,16 @@ def loop_disk(folder: Path, size: int) -> Iterator[Path]:
                 ["umount", mounted], capture_output=True
             ).returncode:  # somebody is still in there
                 subprocess.run(["umount", "-l", mounted], check=True)
+
+
+def _fill(image: Path, size: int) -> None:
+    """Writes all of it: of a sparse file blocks are allocated while the file system in it is written, which no disk
+    does."""
+    zeros = bytes(8 << 20)
+    with image.open("wb", buffering=0) as file:
+        for _ in range(0, size, len(zeros)):
+            file.write(zeros)
+        os.fsync(file.fileno())
 
 
 def _without_second_cache(mounted: Path) -> None:

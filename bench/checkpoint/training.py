@@ -15,7 +15,7 @@ WAYS = {"plain": {}, "saves": {}, "kept": {"keep_last": 1}}
 def two_disks(bench: Bench) -> None:
     """One save of an engine with two disks, into a folder on the first."""
     shape = gpt.SHAPES[bench.args.two_disks_size]
-    size = 80 * count(shape) + 512 * MIB  # sparse
+    size = 30 * count(shape) + 1024 * MIB
     try:
         with (
             places.loop_disk(bench.folder, size) as one,
