@@ -43,7 +43,7 @@ def test_training_goes_on_beside_saves(tmp_path):
     for key in ("stall_vs_step", "longest_without_saves_vs_step", "step_while_copying_to_memory_vs_step"):
         lower, upper = found[f"{key}_quartiles"]
         assert lower <= found[key] <= upper
-    assert found["stall_vs_step"] <= found["stall_worst_vs_step"]
+    assert found["stall_vs_step"] <= found["stall_worst_vs_step"] + 0.001, "one has fewer digits"
     assert found["failed"] == {}
 
 
