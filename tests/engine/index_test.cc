@@ -124,7 +124,7 @@ TEST_F(IndexTest, TheTextThatNamesItIsChecked) {
   refused([](Json& json) { json["indexes"][0]["checksum"] = "12"; }, "16 digits");
   refused([](Json& json) { json["indexes"][0]["shard"] = 1; }, "shard 1 of 1");
   refused([](Json& json) { json["indexes"][0]["shards"] = 2; }, "shard 0 of 2");
-  refused([](Json& json) { json["indexes"].push_back(json["indexes"][0]); }, "shard 0 of 1");
+  refused([](Json& json) { json["indexes"].push_back(json["indexes"][0]); }, "two indexes are called");
   refused([](Json& json) { json["indexes"] = Json::array(); }, "the second alone");
   refused([](Json& json) { json["units"][0]["pieces"] = Json::array(); }, "the second alone");
   refused([](Json& json) { json["version"] = 3; }, "the first alone");

@@ -104,8 +104,9 @@ TEST_F(Fuse, EachOperationOfASaveMayFail) {
     }
     fmt::print("operation {}: each of {} refused a save\n", static_cast<int>(operation), refused);
     if (operation == FuseOperation::sync) {
-      // Of docs/store.md: the new name; slab, folder; resident.bin; manifest, folder; the final name.
-      EXPECT_EQ(refused, 7);
+      // Of docs/store.md: the new name; slab, folder; resident.bin; index, folder; manifest, folder; the
+      // final name.
+      EXPECT_EQ(refused, 9);
     } else {
       EXPECT_GE(refused, 2);
     }
