@@ -23,8 +23,8 @@ class AroundStore : public io::Store {
   void submit(io::Transfer& transfer) override { store_->submit(transfer); }
   void drain() override { store_->drain(); }
   bool poll() override { return store_->poll(); }
-  io::Export export_extents(std::span<const io::Extent> extents,
-                            const std::filesystem::path& folder, io::ExportPace& pace) override {
+  io::Export export_extents(std::span<const io::Extent> extents, const std::filesystem::path& folder,
+                            io::ExportPace& pace) override {
     return store_->export_extents(extents, folder, pace);
   }
   using io::Store::export_extents;
