@@ -130,7 +130,7 @@ std::string index() {
   fs::create_directories(folder);
   engine::write_index(folder, engine::kIndexFile, units, {});
   std::ifstream file(folder / engine::kIndexFile, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  std::string text{std::istreambuf_iterator<char>(file), {}};
   fs::remove_all(folder);
   return text;
 }
