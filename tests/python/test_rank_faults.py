@@ -124,7 +124,11 @@ def test_the_others_end_and_name_it(tmp_path, point, way, world, victim):
     for rank in set(range(world)) - {victim}:
         assert ended[rank].code == 1, everything
         last = last_error(ended[rank])
-        if (point, way) == ("save", "disk") and f"saved.partial/rank{rank}/" in last and reason in last:
+        if (
+            (point, way) == ("save", "disk")
+            and f"saved.partial/rank{rank}" in last
+            and reason in last.lower()
+        ):
             continue  # the disk was full for this rank too, at the same moment
         named = [f"rank {other}" for other in range(world) if f"rank {other}" in last]
         assert named == [f"rank {victim}"], f"rank {rank} names {named}\n{everything}"
