@@ -48,9 +48,7 @@ def save(
     """`unknown`: further arguments of the call. `keep`: which other checkpoints in the folder stay; None: all.
     `blocking`: returns when all is done."""
     state.check_arguments("save_checkpoint", unknown)
-    folder = os.path.abspath(
-        given.path("save_checkpoint", folder)
-    )  # the script may change the current folder
+    folder = os.path.abspath(given.path("save_checkpoint", folder))  # the current folder may change meanwhile
     if keep is not None:
         retention.Series(Path(folder))  # its name is looked at before anything is written
     engine._behind.wait("save_checkpoint")
@@ -140,10 +138,10 @@ def _extra(engine: Engine, client_state: dict[str, Any] | None) -> dict[str, Any
 def load(engine: Engine, folder: Any, unknown: dict[str, Any], fall_back: bool = False) -> dict[str, Any]:
     """`fall_back`: `folder` has checkpoints in it; the newest that is whole is loaded."""
     state.check_arguments("load_checkpoint", unknown)
+    engine._behind.wait("load_checkpoint")
     if isinstance(folder, (list, tuple)):
         return _load_parts(engine, [Path(given.path("load_checkpoint", each)) for each in folder], fall_back)
     folder = given.path("load_checkpoint", folder)
-    engine._behind.wait("load_checkpoint")
     engine._settle()
     if fall_back:
         folder = _newest_whole(engine, Path(folder))

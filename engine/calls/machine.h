@@ -64,7 +64,7 @@ class Machine : public Owners {
   void save_in_background(const std::filesystem::path& folder, const WriteBeside& write_beside)
       EXCLUDES(engine_mutex);
   /// Says that weights of `name` were changed where they live, before anybody could take them for a snapshot:
-  /// one that is under way fails, and save_in_background() is save() from now on.
+  /// one that is under way fails, and later ones are taken before save_in_background() returns.
   void forget_snapshot(const std::string& name) REQUIRES(engine_mutex);
   /// Waits for that, if there is one; throws its error, on all ranks.
   void wait_for_save() EXCLUDES(engine_mutex);
@@ -137,11 +137,10 @@ class Machine : public Owners {
   int64_t steps = 0;
   int64_t skipped_steps = 0;
   // Used by calls that the caller makes one at a time (engine.h):
-  int64_t looks = 0;           // collective reads and writes of weights or states so far
-  bool edits_at_home = false;  // by forget_snapshot()
-  bool edits_may_be_saved =
-      false;                 // those made since the last save began: nobody has waited for its snapshot
-  bool handed_over = false;  // by start_states(), load() or step(): from now on ranks meet to write
+  int64_t looks = 0;                // collective reads and writes of weights or states so far
+  bool edits_at_home = false;       // by forget_snapshot()
+  bool edits_may_be_saved = false;  // since the last save began: nobody has waited for its snapshot
+  bool handed_over = false;         // by start_states(), load() or step(): from now on ranks meet to write
   Mutex settling ACQUIRED_BEFORE(engine_mutex);  // of `clipped`, by whoever brings the next gradient
   std::optional<double> clipped;  // by clip_grad_norm(): the factor of the gradients that are there
   bool caller_clipped = false;    // the present gradients: step() does not apply the configured limit

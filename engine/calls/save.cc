@@ -15,14 +15,6 @@
 namespace overspill::engine {
 namespace {
 
-std::string text_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& known) {
-    return known.what();
-  }
-}
-
 template <class Do>
 std::exception_ptr attempt(Do pass) {
   try {
@@ -56,7 +48,7 @@ std::vector<std::string> Machine::tell(Meeting meeting, const std::exception_ptr
     heard[0] = words;
     return heard;
   }
-  const std::string says = (error ? text_of(error) : words).substr(0, kWordsMax);
+  const std::string says = (error ? words_of(error) : words).substr(0, kWordsMax);
   std::vector<int64_t> head(static_cast<size_t>(slices) * 2);  // failed, bytes
   rounds.meet(meeting, ++looks, [&] {
     head[own * 2] = error ? 1 : 0;
@@ -105,6 +97,7 @@ void Machine::mark(RankPart& part) {
   for (int32_t chunk = 0; std::cmp_less(chunk, model.chunks.size()); ++chunk) {
     if (setup.lives_on_device(setup.layout.chunks[chunk].unit)) snapshot.before_change(chunk);
   }
+  background.spoil(nullptr);  // what was said of the save before
   edits_may_be_saved = !edits_at_home;
   if (!edits_at_home) return;
   lock.unlock();
@@ -147,10 +140,7 @@ void Machine::save(const std::filesystem::path& folder, const WriteBeside& write
     tell(Meeting::save, attempt([&] {
            if (!first) return;
            Manifest manifest = head(std::move(part.units));
-           for (size_t rank = 0; rank < parts.size(); ++rank) {
-             if (auto index = index_of_words(static_cast<int>(rank), setup.layout.shards, parts[rank]))
-               manifest.indexes.push_back(std::move(*index));
-           }
+           manifest.indexes = indexes_of_words(parts, setup.layout.shards);
            manifest.extra_json = write_beside(keeper.unfinished(folder));
            keeper.complete(folder, manifest);
          }));
@@ -172,7 +162,6 @@ void Machine::give_up(const std::filesystem::path& folder, bool prepared) {
   stalled ? keeper.leave() : keeper.give_up();
 }
 
-/// Where nothing may change after a save, there is nothing to gain.
 void Machine::save_in_background(const std::filesystem::path& folder, const WriteBeside& write_beside) {
   const bool first = setup.layout.slice == 0;
   bool prepared = false;
@@ -206,12 +195,13 @@ void Machine::save_in_background(const std::filesystem::path& folder, const Writ
 void Machine::forget_snapshot(const std::string& name) {
   edits_at_home = true;
   if (!background.under_way() || !edits_may_be_saved) return;
-  background.spoil();
-  if (!snapshot.under_way()) return;
-  snapshot.fail(std::make_exception_ptr(CheckpointError(fmt::format(
-      "{} was changed in place while the save took the weights: save before such a change, or wait "
-      "for the save (wait_for_save, or blocking=True)",
-      name))));
+  const auto error = std::make_exception_ptr(
+      CheckpointError(fmt::format("{} was changed in place while the save took the weights: save before such "
+                                  "a change, or wait for the save "
+                                  "(wait_for_save, or blocking=True)",
+                                  name)));
+  background.spoil(error);
+  if (snapshot.under_way()) snapshot.fail(error);
 }
 
 void Machine::wait_for_save() {

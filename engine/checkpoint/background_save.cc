@@ -13,9 +13,7 @@
 #include "io/stall_watch.h"
 
 namespace overspill::engine {
-namespace {
-
-std::string what_of(const std::exception_ptr& error) {
+std::string words_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const std::exception& known) {
@@ -23,18 +21,23 @@ std::string what_of(const std::exception_ptr& error) {
   }
 }
 
-}  // namespace
-
 std::string words_of(const std::optional<IndexFile>& index) {
   return index ? fmt::format("{} {} {}", index->file, index->bytes, index->checksum) : "";
 }
 
-std::optional<IndexFile> index_of_words(int rank, int shards, const std::string& words) {
-  if (words.empty()) return std::nullopt;
-  IndexFile index{.file = "", .bytes = 0, .checksum = 0, .shard = {rank, shards}};
-  std::istringstream in(words);
-  if (in >> index.file >> index.bytes >> index.checksum) return index;
-  throw CheckpointError(fmt::format("rank {} says of its part of the checkpoint: '{:.100}'", rank, words));
+std::vector<IndexFile> indexes_of_words(std::span<const std::string> words, int64_t shards) {
+  std::vector<IndexFile> indexes;
+  for (size_t rank = 0; rank < words.size(); ++rank) {
+    if (words[rank].empty()) continue;
+    IndexFile index{.file = "", .bytes = 0, .checksum = 0, .shard = {static_cast<int64_t>(rank), shards}};
+    std::istringstream in(words[rank]);
+    if (!(in >> index.file >> index.bytes >> index.checksum)) {
+      throw CheckpointError(
+          fmt::format("rank {} says of its part of the checkpoint: '{:.100}'", rank, words[rank]));
+    }
+    indexes.push_back(std::move(index));
+  }
+  return indexes;
 }
 
 void BackgroundSave::announce(const std::filesystem::path& folder) {
@@ -45,7 +48,6 @@ void BackgroundSave::announce(const std::filesystem::path& folder) {
 void BackgroundSave::start(const std::filesystem::path& folder, Manifest manifest) {
   under_way_ = true;
   said_written_ = false;
-  spoiled_ = false;
   keeper_.take_time();
   try {
     thread_ = std::thread([this, folder, manifest] { run(folder, manifest); });
@@ -83,10 +85,7 @@ void BackgroundSave::save(const std::filesystem::path& folder, Manifest manifest
     }
     words[0] = words_of(part.index);
     manifest.units = std::move(part.units);
-    for (size_t rank = 0; rank < words.size(); ++rank) {
-      if (auto index = index_of_words(static_cast<int>(rank), setup_.layout.shards, words[rank]))
-        manifest.indexes.push_back(std::move(*index));
-    }
+    manifest.indexes = indexes_of_words(words, setup_.layout.shards);
     check_unspoiled();
     keeper_.complete(folder, manifest);
     if (reports_) reports_->remove_own(folder);
@@ -101,7 +100,7 @@ void BackgroundSave::save(const std::filesystem::path& folder, Manifest manifest
 
 /// Of a save that failed. Rank 0 removes the folder when no rank writes there any more.
 void BackgroundSave::end(const std::filesystem::path& folder) noexcept {
-  const std::string why = what_of(error_);
+  const std::string why = words_of(error_);
   const bool stalled = io::is_stalled(error_);
   try {
     if (reports_) reports_->say_failed(why);
@@ -134,11 +133,8 @@ void BackgroundSave::let_go_of_pins() noexcept {
 }
 
 void BackgroundSave::check_unspoiled() const {
-  if (!spoiled_) return;
-  throw CheckpointError(
-      "weights were changed in place, in forward, while the save took them: save before such a change, or "
-      "wait for "
-      "the save (wait_for_save, or blocking=True)");
+  const MutexLock lock(core_.mutex());
+  if (spoiled_) std::rethrow_exception(spoiled_);
 }
 
 /// Throws EngineFailed where the other ranks may have gone.

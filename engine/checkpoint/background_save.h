@@ -6,9 +6,12 @@
 #include <cstdint>
 #include <exception>
 #include <filesystem>
-#include <memory>
 #include <optional>
+#include <span>
+#include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "engine/checkpoint/keeper.h"
 #include "engine/checkpoint/manifest.h"
@@ -37,8 +40,8 @@ class BackgroundSave {
 
   /// Whether one was started whose end nobody has asked for.
   bool started() const { return thread_.joinable() || error_ != nullptr; }
-  /// What it takes is not what it was to take: it fails, unless its folder has its name already. Any thread.
-  void spoil() { spoiled_ = true; }
+  /// What it takes is not what it was to take: it fails with `error`, unless its folder has its name already.
+  void spoil(std::exception_ptr error) REQUIRES(engine_mutex) { spoiled_ = std::move(error); }
   /// Waits for its end, and lets copies go at full speed meanwhile. Returns what went wrong, once; null:
   /// nothing.
   std::exception_ptr join() noexcept;
@@ -51,7 +54,7 @@ class BackgroundSave {
   void save(const std::filesystem::path& folder, Manifest manifest);
   void end(const std::filesystem::path& folder) noexcept;
   void check() const EXCLUDES(engine_mutex);
-  void check_unspoiled() const;
+  void check_unspoiled() const EXCLUDES(engine_mutex);
   void let_go_of_pins() noexcept;
 
   const Setup& setup_;
@@ -62,12 +65,15 @@ class BackgroundSave {
   std::thread thread_;
   std::exception_ptr error_;  // of the thread, for join()
   bool said_written_ = false;
-  std::atomic<bool> spoiled_ = false;
+  std::exception_ptr spoiled_ GUARDED_BY(engine_mutex);
   std::atomic<bool> under_way_ = false;
 };
 
-/// An index in words for rank 0, and back; its shard follows from the rank.
+/// What an exception says.
+std::string words_of(const std::exception_ptr& error);
+/// An index in words for rank 0; and the indexes of all ranks from their words, by rank: a rank without one
+/// says nothing. Throws CheckpointError.
 std::string words_of(const std::optional<IndexFile>& index);
-std::optional<IndexFile> index_of_words(int rank, int shards, const std::string& words);
+std::vector<IndexFile> indexes_of_words(std::span<const std::string> words, int64_t shards);
 
 }  // namespace overspill::engine

@@ -230,11 +230,6 @@ IndexFile write_index(const std::filesystem::path& folder, const std::string& fi
   return {file, std::ssize(bytes), io::checksum_block(bytes), shard};
 }
 
-IndexFile describe_index(const std::filesystem::path& folder, const std::string& file, UnitShard shard) {
-  const std::vector<std::byte> bytes = read_whole(folder / file, kIndexBytesMax);
-  return {file, std::ssize(bytes), io::checksum_block(bytes), shard};
-}
-
 void read_index(const std::filesystem::path& folder, const IndexFile& index, Manifest& to) {
   const std::filesystem::path path = folder / index.file;
   const std::vector<std::byte> bytes = read_whole(path, std::min(index.bytes, kIndexBytesMax));

@@ -23,11 +23,8 @@ IndexFile write_index(const std::filesystem::path& folder, const std::string& fi
                       const std::vector<ManifestUnit>& units, const UnitShard& shard,
                       int64_t bytes_max = kIndexBytesMax, io::StallWatch* watch = nullptr);
 
-/// Describes the file of that name for a manifest; whoever reads it compares its bytes with this.
-IndexFile describe_index(const std::filesystem::path& folder, const std::string& file, UnitShard shard);
-
 /// Adds the pieces to the units of the manifest. The file is untrusted: its checksum is compared first, and
-/// every count before memory is taken for it. What the pieces mean is checked by check_manifest. Throws
+/// every count before memory is taken for it. What the pieces mean is checked by check_pieces(). Throws
 /// CheckpointError.
 void read_index(const std::filesystem::path& folder, const IndexFile& index, Manifest& to);
 

@@ -217,7 +217,6 @@ fs::path CheckpointKeeper::own_folder(const fs::path& folder) const {
 WrittenPart CheckpointKeeper::finish_part(const fs::path& folder) {
   const fs::path partial = partial_name(folder);
   WrittenPart part{part_->finish(), std::nullopt};
-  const bool has_pieces = setup_.layout.shards > 1 || setup_.layout.slice == 0;
   std::string prefix;
   if (setup_.layout.slices > 1) {
     prefix = rank_name() + "-";
@@ -228,7 +227,7 @@ WrittenPart CheckpointKeeper::finish_part(const fs::path& folder) {
       }
     }
   }
-  if (has_pieces) {
+  if (part_->has_pieces()) {
     const UnitShard shard{setup_.layout.shard, setup_.layout.shards};
     part.index = write_index(partial, prefix + kIndexFile, part.units, shard,
                              setup_.config.manifest_bytes_max, core_.store.watch());

@@ -6,6 +6,7 @@
 #include "engine/checkpoint/manifest_unit.h"
 
 namespace overspill::engine {
+
 RankPart::RankPart(const Setup& setup, Core& core, ModelStates& model, Access& access, SaveMeter& meter,
                    const std::filesystem::path& folder)
     : setup_(setup),
@@ -17,7 +18,7 @@ RankPart::RankPart(const Setup& setup, Core& core, ModelStates& model, Access& a
       resident_(folder, core.store.watch()),
       pieces_(setup.layout.chunks.size()) {
   int64_t bytes = 0;
-  for (int32_t c = 0; is_written() && std::cmp_less(c, pieces_.size()); ++c) {
+  for (int32_t c = 0; has_pieces() && std::cmp_less(c, pieces_.size()); ++c) {
     for (const Component component : kAllComponents) bytes += setup.component_bytes(c, component);
   }
   meter.bytes = bytes;
@@ -27,14 +28,9 @@ RankPart::RankPart(const Setup& setup, Core& core, ModelStates& model, Access& a
   for (const UnitState& unit : model.units) steps_.push_back(unit.steps);
 }
 
-/// At stage 0 every rank holds all: one of them writes it.
-bool RankPart::is_written() const {
-  return setup_.layout.shards > 1 || setup_.layout.slice == 0;
-}
-
 void RankPart::pin(int32_t chunk) {
   // Without train_after_save the states' only room is held until the checkpoint is deleted, on every rank.
-  if (!is_written() && setup_.config.train_after_save) return;
+  if (!has_pieces() && setup_.config.train_after_save) return;
   const auto& extents = model_.chunks[chunk].extents;
   for (const Component component : kAllComponents) {
     const io::Extent& extent = extents[static_cast<size_t>(component)];
@@ -48,7 +44,7 @@ void RankPart::write(int32_t chunk) {
   for (const Component component : kAllComponents) {
     const int64_t wanted = setup_.component_bytes(chunk, component);
     Piece& taken = piece(chunk, component);
-    if (wanted == 0 || !is_written() || !taken.extent.empty()) continue;
+    if (wanted == 0 || !has_pieces() || !taken.extent.empty()) continue;
     if (const std::byte* home = model_.chunks[chunk].home[static_cast<size_t>(component)]) {
       taken.range = resident_.append({home, static_cast<size_t>(wanted)});
     } else if (setup_.in_store(chunk, component)) {
@@ -98,7 +94,7 @@ std::vector<ManifestUnit> RankPart::finish() {
   for (size_t u = 0; u < setup_.layout.units.size(); ++u) {
     const Unit& unit = setup_.layout.units[u];
     ManifestUnit described = describe(unit, steps_[u]);
-    for (int32_t c = unit.first_chunk; is_written() && c < unit.first_chunk + unit.chunk_count; ++c) {
+    for (int32_t c = unit.first_chunk; has_pieces() && c < unit.first_chunk + unit.chunk_count; ++c) {
       const Chunk& chunk = setup_.layout.chunks[c];
       for (const Component component : kAllComponents) {
         if (setup_.component_bytes(c, component) == 0) continue;

@@ -38,6 +38,9 @@ class RankPart final : public Snapshot::Taker {
   RankPart(const RankPart&) = delete;
   RankPart& operator=(const RankPart&) = delete;
 
+  /// Whether this rank writes any pieces. At stage 0 every rank holds all, and one of them writes it.
+  bool has_pieces() const { return setup_.layout.shards > 1 || setup_.layout.slice == 0; }
+
   void pin(int32_t chunk) REQUIRES(engine_mutex) override;
   void write(int32_t chunk) EXCLUDES(engine_mutex) override;
 
@@ -61,7 +64,6 @@ class RankPart final : public Snapshot::Taker {
   };
   using Pieces = std::array<Piece, kComponents>;
 
-  bool is_written() const;
   Piece& piece(int32_t chunk, Component component) {
     return pieces_[static_cast<size_t>(chunk)][static_cast<size_t>(component)];
   }

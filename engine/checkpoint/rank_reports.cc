@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <chrono>
 #include <optional>
@@ -23,6 +22,11 @@ constexpr size_t kRoom = 4096;
 // A network file system may show a new name late.
 constexpr std::chrono::seconds kNameIsLate{90};
 constexpr std::chrono::milliseconds kFirstPause{2}, kLongestPause{200};
+
+[[noreturn]] void fail(const std::filesystem::path& path, const char* what, int os_error) {
+  throw CheckpointError(fmt::format("{}: {}: {}; free space or choose another folder", path.string(), what,
+                                    std::generic_category().message(os_error)));
+}
 
 enum class Lock : uint8_t { free, held, unknown };
 
@@ -56,18 +60,14 @@ RankReports::RankReports(const std::filesystem::path& partial, int rank, int ran
     : partial_(partial), rank_(rank), ranks_(ranks) {
   const std::filesystem::path path = file_of(rank);
   own_ = io::UniqueFd(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
-  if (!own_) {
-    throw CheckpointError(fmt::format("{}: cannot be created: {}; free space or choose another folder",
-                                      path.string(), std::generic_category().message(errno)));
-  }
+  if (!own_) fail(path, "cannot be created", errno);
   ::flock(own_.get(), LOCK_EX | LOCK_NB);  // where there are no locks, only deaths stay unknown
   // Its room is taken now: on a disk that has become full this rank could say nothing.
   const std::string room(kRoom, ' ');
   if (::pwrite(own_.get(), room.data(), room.size(), 0) != std::ssize(room)) {
     const int os_error = errno;
     ::unlink(path.c_str());
-    throw CheckpointError(fmt::format("{}: cannot be written: {}; free space or choose another folder",
-                                      path.string(), std::generic_category().message(os_error)));
+    fail(path, "cannot be written", os_error);
   }
 }
 
@@ -92,9 +92,7 @@ bool RankReports::say(const char* kind, const std::string& words) noexcept {
 }
 
 void RankReports::say_written(const std::string& words) {
-  if (say("written", words)) return;
-  throw CheckpointError(fmt::format("{}: cannot be written: {}; free space or choose another folder",
-                                    file_of(rank_).string(), std::generic_category().message(errno)));
+  if (!say("written", words)) fail(file_of(rank_), "cannot be written", errno);
 }
 
 void RankReports::say_failed(const std::string& why) noexcept {

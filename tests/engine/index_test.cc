@@ -180,7 +180,8 @@ TEST_F(Shards, OneWithPiecesOfAnotherIsRefused) {
                              std::filesystem::copy_options::overwrite_existing);
   EXPECT_THROW((void)read_manifest(folder_.path()), CheckpointError);
   Manifest text = read_manifest_text(folder_.path());
-  text.indexes[0] = describe_index(folder_.path(), "rank0-index.bin", {0, 3});
+  text.indexes[0].bytes = text.indexes[1].bytes;
+  text.indexes[0].checksum = text.indexes[1].checksum;
   write_manifest_text(folder_.path(), text);
   try {
     (void)read_manifest(folder_.path());

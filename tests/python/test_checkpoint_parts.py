@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import warnings
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from checkpoint_scene import fails, ok, whole
 
 import overspill
-from overspill import CheckpointError, _core, saves
+from overspill import CheckpointError, _core, copying, saves
 
 MEMORY = Path("/dev/shm")
 
@@ -120,3 +122,32 @@ def test_a_path_that_leads_to_something_else_is_not_removed(saved, tmp_path, cap
         _core.verify(str(checkpoint), None)
     ok(capsys, "rm", "--force", checkpoint)
     assert (victim / "slab-1.bin").read_text() == "mine" and part.exists()
+
+
+def test_a_part_that_a_copy_with_links_has_too_stays(saved, tmp_path, capsys):
+    _, checkpoint, part = saved
+    subprocess.run(["cp", "-al", checkpoint, tmp_path / "best"], check=True)
+    ok(capsys, "rm", "--force", checkpoint)
+    assert whole(tmp_path / "best") and part.exists()
+    ok(capsys, "rm", "--force", tmp_path / "best")
+    assert not part.exists()
+
+
+def test_a_plain_copy_does_not_take_the_part_of_its_original_along(saved, tmp_path, capsys):
+    _, checkpoint, part = saved
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    ok(capsys, "rm", "--force", tmp_path / "copy")
+    assert whole(checkpoint) and part.exists()
+
+
+def test_falling_back_leaves_one_whose_disk_is_not_mounted_its_name(saved, tmp_path):
+    engine, checkpoint, part = saved
+    step(engine)
+    ok_before = tmp_path / "step-0"
+    copying.copy(checkpoint, ok_before)
+    part.rename(part.with_name("not mounted"))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        engine.load_checkpoint(tmp_path, fall_back=True)
+    assert any("a part of it is not here" in str(each.message) for each in said)
+    assert checkpoint.exists() and engine.global_steps == 1

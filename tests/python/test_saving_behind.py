@@ -55,6 +55,18 @@ def test_older_ones_go_when_it_was_read_back(start, tmp_path):
     assert saves.verified_at(tmp_path / "step-5") or not can_note(tmp_path / "step-5")
 
 
+def test_the_current_folder_may_change_meanwhile(start, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    engine = start(model())
+    engine.save_checkpoint("step-0", keep_last=1, blocking=False)
+    os.chdir(tmp_path / "elsewhere")
+    engine.save_checkpoint("../step-1", keep_last=1, blocking=False)
+    os.chdir(tmp_path)
+    engine.wait_for_save()
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "step-1"] and not os.listdir(tmp_path / "elsewhere")
+
+
 def can_note(path):
     try:
         os.setxattr(path / "manifest.json", "user.test", b"1")
