@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 sys.path.append(str(Path(__file__).with_name("data") / "deepspeed"))
 
-from net import Net, batch
+from net import Net, train
 
 
 def main(folder, out, dtype, form):
@@ -33,13 +33,7 @@ def main(folder, out, dtype, form):
     set_state_dict(
         model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"], options=options
     )
-    losses = []
-    for number in range(3, 6):
-        loss = model(*batch(number))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train(model, optimizer, range(3, 6))
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(losses))
     dist.destroy_process_group()

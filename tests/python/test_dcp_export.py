@@ -19,6 +19,7 @@ from overspill import CheckpointError, FolderError, dcp_folder, export_dcp
 
 sys.path.append(str(Path(__file__).with_name("data") / "deepspeed"))
 
+import net
 from net import Net, batch
 
 ADAMW = {"type": "AdamW", "lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.01}
@@ -126,13 +127,7 @@ def test_a_checkpoint_of_two_ranks(tmp_path):
     model = Net()
     optimizer = adamw(model)
     loaded(model, optimizer, tmp_path / "dcp")
-    losses = []
-    for number in range(3, 6):
-        loss = model(*batch(number))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = net.train(model, optimizer, range(3, 6))
     assert losses == pytest.approx(json.loads((tmp_path / "losses.json").read_text()), rel=1e-6)
 
 
