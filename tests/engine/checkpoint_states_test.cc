@@ -67,7 +67,8 @@ class CheckpointStatesTest : public ::testing::TestWithParam<const char*> {
   }
 
   bool same(std::span<const float> found, int state, int64_t begin) const {
-    return std::memcmp(found.data(), expected_[state].data() + begin, found.size_bytes()) == 0;
+    return std::ranges::equal(std::as_bytes(found),
+                              std::as_bytes(std::span(expected_[state]).subspan(begin, found.size())));
   }
 
   TemporaryFolder folder_;
