@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -39,6 +40,9 @@ class FileStore final : public StoreBase<Store> {
   ~FileStore() override;
 
   void reserve(int64_t bytes) override;
+  TakenOver take_over(std::span<const KeptSlabs> kept) override;
+  std::optional<Extent> own_extent(const std::filesystem::path& file, int64_t offset, int64_t bytes,
+                                   std::span<const uint64_t> checksums) const override;
   Extent allocate(int64_t bytes) override;
   Export export_extents(std::span<const Extent> extents, const std::filesystem::path& folder,
                         ExportPace& pace) override;
@@ -104,6 +108,13 @@ class FileStore final : public StoreBase<Store> {
   static void warn(const Lane& lane, const std::string& what);
   void set_first_weights(const FileStoreOptions& options);
   void follow_speeds() REQUIRES(balance_mutex_);
+
+  struct LeftSlab;
+  static std::map<FileId, LeftSlab> left_slabs(std::span<const KeptSlabs> kept);
+  std::optional<size_t> lane_on(uint64_t device) const;
+  void take_slab(LeftSlab& slab, const FileId& id, std::span<const KeptSlabs> kept, TakenOver& taken)
+      REQUIRES(grow_mutex_);
+  uint64_t share_of(const KeptSlabs& kept, TakenOver::Folder& folder, size_t lane);
 
   void grow_to(int64_t bytes) REQUIRES(grow_mutex_);
   bool grow_lane(size_t lane, int64_t bytes, int64_t wanted_bytes, Growth& growth) REQUIRES(grow_mutex_);

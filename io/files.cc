@@ -8,6 +8,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -55,6 +56,32 @@ void sync_folder(const std::filesystem::path& folder, StallWatch* watch) {
   const int result = sync_file(watch, fd.get(), folder.string());
   if (result != 0 && result != EINVAL && result != EOPNOTSUPP)
     throw system_error(result, Operation::sync, folder);
+}
+
+namespace {
+
+std::optional<FileLook> look_at_entry(int fd, const char* path, int flags) {
+  constexpr unsigned kWanted = STATX_BASIC_STATS;
+  constexpr int kStatxBlock = 512;
+  struct statx info {};
+  if (::statx(fd, path, flags | AT_STATX_FORCE_SYNC, kWanted, &info) != 0) return std::nullopt;
+  return FileLook{
+      .id = {makedev(info.stx_dev_major, info.stx_dev_minor), info.stx_ino},
+      .bytes = static_cast<int64_t>(info.stx_size),
+      .taken_bytes = static_cast<int64_t>(info.stx_blocks) * kStatxBlock,
+      .names = info.stx_nlink,
+      .own_regular = S_ISREG(info.stx_mode) && info.stx_uid == ::geteuid() && (info.stx_mode & 022) == 0,
+  };
+}
+
+}  // namespace
+
+std::optional<FileLook> look_at(const std::filesystem::path& path) {
+  return look_at_entry(AT_FDCWD, path.c_str(), AT_SYMLINK_NOFOLLOW);
+}
+
+std::optional<FileLook> look_at(int fd) {
+  return look_at_entry(fd, "", AT_EMPTY_PATH);
 }
 
 bool same_file(int fd, const std::filesystem::path& path) {

@@ -1,9 +1,11 @@
 // Helpers for the store's files: errors of system calls, durable names, room on a file system.
 #pragma once
 
+#include <compare>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <optional>
 #include <string>
 #include <system_error>
 
@@ -21,6 +23,27 @@ StoreError system_error(int os_error, Operation operation, const std::filesystem
 
 /// The error for threads that the machine refuses. `what` says who needs how many.
 StoreError no_threads(const std::system_error& error, const std::string& what);
+
+/// Which file it is, whatever its names.
+struct FileId {
+  uint64_t device = 0;
+  uint64_t inode = 0;
+
+  friend auto operator<=>(const FileId&, const FileId&) = default;
+};
+
+/// What the file system says of a file, at this moment: network file systems answer from a cache unless they
+/// are told not to.
+struct FileLook {
+  FileId id;
+  int64_t bytes = 0;
+  int64_t taken_bytes = 0;   // on the disk
+  int64_t names = 0;         // hard links
+  bool own_regular = false;  // a regular file of this user, which no other may write to
+};
+/// Nothing where it cannot be told, or where there is no such file; a symbolic link is looked at itself.
+std::optional<FileLook> look_at(const std::filesystem::path& path);
+std::optional<FileLook> look_at(int fd);
 
 /// Makes the folder's entries durable, where the file system has an fsync of folders: some network and FUSE
 /// file systems have none, and answer EINVAL or EOPNOTSUPP. Throws StoreError for every other answer.

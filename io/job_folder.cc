@@ -33,7 +33,6 @@ namespace {
 
 constexpr std::string_view kFolderPrefix = "overspill-";
 constexpr mode_t kFolderMode = 0700;
-constexpr std::string_view kSlabPrefix = "slab-";
 constexpr const char* kLockName = "lock";
 constexpr auto kAMoment = std::chrono::seconds(1);  // for whoever takes a lock to say in it what for
 constexpr mode_t kOwnerOnly = 0600;
@@ -324,6 +323,41 @@ SlabFile JobFolder::create_slab(uint32_t number, int64_t bytes, int64_t wanted_b
     const StoreError error = fail(result);
     ::unlinkat(folder_.get(), name.c_str(), 0);
     throw error;
+  }
+  if (const auto look = look_at(slab.fd.get())) slab.id = look->id;
+  return slab;
+}
+
+SlabFile JobFolder::link_slab(uint32_t number, const std::filesystem::path& outside, const FileId& id,
+                              int64_t names, StallWatch* watch) {
+  const std::string name = fmt::format("{}{}.bin", kSlabPrefix, number);
+  SlabFile slab{.path = path_ / name, .fd = {}, .id = id};
+  const auto refuse = [&](const char* why) {
+    return StoreError(
+        {.kind = ErrorKind::denied, .operation = Operation::link, .path = outside.string(), .detail = why});
+  };
+  if (::linkat(AT_FDCWD, outside.c_str(), folder_.get(), name.c_str(), 0) != 0)
+    throw system_error(Operation::link, slab.path, fmt::format("hard link to {}", outside.string()));
+  try {
+    slab.fd = UniqueFd(::openat(folder_.get(), name.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+    if (!slab.fd) throw system_error(Operation::open, outside);
+    // After the link: of two runs that take one slab at once, at least one sees the other's name.
+    const FileLook look = look_at(slab.fd.get()).value_or(FileLook{});
+    if (look.id != id || !same_regular_file(slab.fd.get(), folder_.get(), name.c_str()))
+      throw refuse("another file has this name by now");
+    if (look.names != names + 1) throw refuse("it has further names");
+    slab.bytes = look.bytes;
+    if (has_shared_blocks(slab.fd.get(), 0, slab.bytes))
+      throw refuse("it shares blocks with another file, so that a write to it takes new room");
+    const int result = watched(watch, Operation::reserve, slab.fd.get(), outside.string(),
+                               [&](int file) { return take_space(file, slab.bytes); });
+    if (result != 0 && (result != EOPNOTSUPP || look.taken_bytes < slab.bytes))
+      throw system_error(result, Operation::reserve, outside);
+    if (direct_ && ::fcntl(slab.fd.get(), F_SETFL, O_DIRECT) != 0)
+      throw system_error(Operation::open, outside);
+  } catch (...) {
+    ::unlinkat(folder_.get(), name.c_str(), 0);
+    throw;
   }
   return slab;
 }

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "io/direct_alignment.h"
 #include "io/files.h"
@@ -16,11 +17,15 @@ namespace overspill::io {
 
 class StallWatch;
 
+/// Names of slabs begin so, in the job's folder and in checkpoints.
+inline constexpr std::string_view kSlabPrefix = "slab-";
+
 /// A slab file; `fd` is O_DIRECT if the folder's direct() says so.
 struct SlabFile {
   std::filesystem::path path;
   UniqueFd fd;
   int64_t bytes = 0;
+  FileId id = {};
   // After a failed fdatasync a later one says nothing about the bytes before (the kernel may have dropped
   // them): set by the export, which from then on copies what it can verify.
   mutable bool sync_failed = false;
@@ -41,6 +46,13 @@ class JobFolder {
   /// written, which takes as long as writing does and is said on stderr. `watch` sees the call that takes
   /// space; null: nothing does.
   SlabFile create_slab(uint32_t number, int64_t bytes, int64_t wanted_bytes, StallWatch* watch = nullptr);
+
+  /// A slab that an earlier run left in a checkpoint, as slab `number` of this one: another link to the file
+  /// `id`, which has the name `outside` there and `names` names so far. Throws StoreError, and leaves
+  /// nothing, where the file cannot be linked here, has names that the caller does not know, or lacks room
+  /// for what may be written to it. Its content stays as it is.
+  SlabFile link_slab(uint32_t number, const std::filesystem::path& outside, const FileId& id, int64_t names,
+                     StallWatch* watch = nullptr);
 
   /// Bytes this user may still take here.
   int64_t available_bytes() const;

@@ -153,10 +153,10 @@ class Exporter {
 
   std::optional<std::string> make_link(const SlabFile& slab, Place& place) {
     if (!begin_share(slab, place)) return std::nullopt;
-    const std::string number = slab.path.stem().string().substr(std::string("slab-").size());
+    const std::string number = slab.path.stem().string().substr(kSlabPrefix.size());
     for (int attempt = 0;; ++attempt) {
-      const std::string name =
-          fmt::format("slab-{}-{}{}.bin", job_, number, attempt == 0 ? "" : fmt::format("-{}", attempt));
+      const std::string name = fmt::format("{}{}-{}{}.bin", kSlabPrefix, job_, number,
+                                           attempt == 0 ? "" : fmt::format("-{}", attempt));
       const auto path = place.part.path / name;
       if (::link(slab.path.c_str(), path.c_str()) == 0) {
         made_.push_back(path);

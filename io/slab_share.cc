@@ -16,7 +16,6 @@ namespace {
 
 // Begins as a slab's name does, so whoever removes a dead run's slabs removes it too.
 constexpr const char* kOwnName = "slab-mark";
-constexpr const char* kOutsideName = "shared";
 
 /// Names of the file that do not lie in the job's folder; nothing where that cannot be told.
 std::optional<int64_t> links_outside(int fd, const std::filesystem::path& own) {
@@ -51,8 +50,8 @@ std::optional<uint64_t> SlabShares::begin(const SlabFile& slab, const std::files
   if (!share.mark) throw system_error(Operation::open, share.own);
   explain(share.mark.get(), job, number);
   for (int attempt = 0;; ++attempt) {
-    share.outside = folder / fmt::format("{}-{}{}.txt", kOutsideName, job,
-                                         attempt == 0 ? "" : fmt::format("-{}", attempt));
+    share.outside =
+        folder / fmt::format("{}{}{}.txt", kMarkPrefix, job, attempt == 0 ? "" : fmt::format("-{}", attempt));
     if (::link(share.own.c_str(), share.outside.c_str()) == 0) break;
     if (errno == EEXIST) continue;
     const bool must_copy = refuses_links(errno);
@@ -66,6 +65,28 @@ std::optional<uint64_t> SlabShares::begin(const SlabFile& slab, const std::files
     ::unlink(share.outside.c_str());
     ::unlink(share.own.c_str());
     return std::nullopt;
+  }
+  shares_.emplace(number, std::move(share));
+  return number;
+}
+
+uint64_t SlabShares::take_up(const std::filesystem::path& outside, const std::filesystem::path& own_folder) {
+  const MutexLock lock(mutex_);
+  const uint64_t number = ++last_;
+  Share share{.own = own_folder / fmt::format("{}-{}", kOwnName, number),
+              .outside = outside,
+              .mark = {},
+              .slabs = {}};
+  if (::link(outside.c_str(), share.own.c_str()) != 0)
+    throw system_error(Operation::link, outside, fmt::format("hard link to {}", share.own.string()));
+  share.mark = UniqueFd(::open(share.own.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+  const auto look = share.mark ? look_at(share.mark.get()) : std::nullopt;
+  if (!look || !look->own_regular || !same_file(share.mark.get(), outside)) {
+    ::unlink(share.own.c_str());
+    throw StoreError({.kind = ErrorKind::denied,
+                      .operation = Operation::open,
+                      .path = outside.string(),
+                      .detail = "it is no file of this user's, or was replaced"});
   }
   shares_.emplace(number, std::move(share));
   return number;

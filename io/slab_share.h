@@ -14,6 +14,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "base/mutex.h"
 #include "io/job_folder.h"
@@ -22,6 +23,9 @@
 namespace overspill::io {
 
 class StallWatch;
+
+/// Names of marks in checkpoints begin so.
+inline constexpr std::string_view kMarkPrefix = "shared-";
 
 /// Threads: every method may be called from any thread.
 class SlabShares {
@@ -34,6 +38,10 @@ class SlabShares {
   /// Throws StoreError; then nothing is left.
   std::optional<uint64_t> begin(const SlabFile& slab, const std::filesystem::path& folder,
                                 const std::string& job);
+
+  /// Takes up an export of a run that has ended: its mark `outside` gets a name in `own_folder` again. Throws
+  /// StoreError where that cannot be, or where `outside` is no mark of this user's.
+  uint64_t take_up(const std::filesystem::path& outside, const std::filesystem::path& own_folder);
 
   /// Another slab that was linked, under the name `outside`. It stays where it is until end().
   void add(uint64_t share, const SlabFile& slab, const std::filesystem::path& outside);

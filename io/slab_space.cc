@@ -54,6 +54,46 @@ uint32_t SlabSpace::add_slab(int group, int64_t bytes) {
   return static_cast<uint32_t>(slabs_.size() - 1);
 }
 
+Extent SlabSpace::occupy(uint32_t number, int64_t offset, int64_t bytes, std::span<const uint64_t> checksums,
+                         int pins) {
+  const MutexLock lock(mutex_);
+  Slab& slab = slabs_.at(number);
+  const auto run = std::prev(slab.free_runs.upper_bound(offset));
+  const auto [begin, length] = *run;
+  slab.free_runs.erase(run);
+  if (offset > begin) slab.free_runs.emplace(begin, offset - begin);
+  if (offset + bytes < begin + length)
+    slab.free_runs.emplace(offset + bytes, begin + length - offset - bytes);
+  if (++last_generation_ == 0) ++last_generation_;
+  Record record{last_generation_, bytes,
+                std::pmr::vector<uint64_t>(checksums.begin(), checksums.end(), &pool_)};
+  record.pins = pins;
+  record.released = true;
+  record.content = Content::written;
+  slab.records.emplace(offset, std::move(record));
+  slab.free_bytes -= bytes;
+  allocated_bytes_ += bytes;
+  return {.slab = number, .generation = last_generation_, .offset = offset, .bytes = bytes};
+}
+
+std::optional<Extent> SlabSpace::written_at(uint32_t slab, int64_t offset, int64_t bytes,
+                                            std::span<const uint64_t> checksums) const {
+  const MutexLock lock(mutex_);
+  if (slab >= slabs_.size()) return std::nullopt;
+  const auto found = slabs_[slab].records.find(offset);
+  if (found == slabs_[slab].records.end()) return std::nullopt;
+  const Record& record = found->second;
+  if (record.content != Content::written || record.bytes != bytes ||
+      !std::ranges::equal(record.sums, checksums))
+    return std::nullopt;
+  return Extent{.slab = slab, .generation = record.generation, .offset = offset, .bytes = bytes};
+}
+
+bool SlabSpace::reclaim(const Extent& extent) {
+  const MutexLock lock(mutex_);
+  return std::exchange(require(extent, "use").released, false);
+}
+
 void SlabSpace::raise_limit(int64_t bytes) {
   const MutexLock lock(mutex_);
   limit_bytes_ = std::max(limit_bytes_, bytes);

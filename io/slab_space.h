@@ -28,6 +28,15 @@ class SlabSpace {
   /// A new empty slab of `group` (the path it lies on); its number.
   uint32_t add_slab(int group, int64_t bytes);
 
+  /// Bytes of a slab that hold something already, as an earlier run wrote it: an extent that is written,
+  /// pinned `pins` times, and released. The caller has checked that it lies in a free run.
+  Extent occupy(uint32_t slab, int64_t offset, int64_t bytes, std::span<const uint64_t> checksums, int pins);
+  /// The extent that lies there, if it is written and has these checksums.
+  std::optional<Extent> written_at(uint32_t slab, int64_t offset, int64_t bytes,
+                                   std::span<const uint64_t> checksums) const;
+  /// Makes a released extent, which pins keep, the caller's again. False where somebody owns it.
+  bool reclaim(const Extent& extent);
+
   /// The limit for allocate(), in bytes; only grows.
   void raise_limit(int64_t bytes);
   int64_t limit_bytes() const;

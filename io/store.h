@@ -20,6 +20,7 @@
 
 #include "io/error.h"
 #include "io/store_stats.h"
+#include "io/taking_over.h"
 
 namespace overspill::io {
 
@@ -122,6 +123,20 @@ class Store {
   /// StoreError{no_space|quota} naming the path, the bytes wanted and the bytes available; then nothing has
   /// changed.
   virtual void reserve(int64_t bytes) = 0;
+
+  /// Before the first reserve(): makes slabs that ended runs of this user left in these checkpoints slabs of
+  /// this store. The folders are all that may have names of them: a slab that has a further name, or that
+  /// cannot be linked, stays as it is, with the reason in words. Throws StoreError where a disk does not
+  /// answer.
+  virtual TakenOver take_over(std::span<const KeptSlabs> kept);
+  /// The extent that lies there in a slab of this store, if it is written and has these checksums. `file`:
+  /// any name of the slab.
+  virtual std::optional<Extent> own_extent(const std::filesystem::path& /*file*/, int64_t /*offset*/,
+                                           int64_t /*bytes*/, std::span<const uint64_t> /*checksums*/) const {
+    return std::nullopt;
+  }
+  /// Makes a released extent that pins keep the caller's again. False where somebody owns it.
+  virtual bool reclaim(const Extent& /*extent*/) { return false; }
 
   /// An extent of round_up_to_block(bytes), content undefined. Throws StoreError{no_space} when nothing is
   /// free.

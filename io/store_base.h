@@ -21,6 +21,7 @@ class StoreBase : public Interface, protected TransferOwner {
   void release(const Extent& extent) override { space_.release(extent); }
   void pin(const Extent& extent) override { space_.pin(extent); }
   void unpin(const Extent& extent) override { space_.unpin(extent); }
+  bool reclaim(const Extent& extent) override { return space_.reclaim(extent); }
   void drain() override {
     in_flight_.drain([this] { return this->poll(); });
   }

@@ -45,6 +45,9 @@ struct Config {
   Placement placement = Placement::automatic;
   bool poison = false;           // fill freed memory with NaN, so that stale use is loud
   int64_t checkpoints_kept = 1;  // room kept for them on NVMe
+  // Checkpoints of runs that have ended: this one goes on in the slabs that they left on its disks
+  // (train_after_save only). All that share slabs have to be named.
+  std::vector<std::filesystem::path> take_over;
   // false: a checkpoint is taken when training is over. NVMe then has room for one copy of the states, and
   // step() and load() refuse as long as a checkpoint of this run holds it.
   bool train_after_save = true;

@@ -24,7 +24,7 @@ Machine::Machine(Layout layout, Plan plan, Config config, Resources resources)
       background(setup, core, snapshot, keeper),
       rounds(setup, core, ranks, demand, gatherer, updater, gradients),
       stalls(core.store.watch() != nullptr ? core.store.watch()->board() : nullptr) {
-  if (core.store.exists()) core.store->reserve(setup.plan.nvme_reserve_bytes);
+  keeper.take_room();
   // Beyond this point nothing fails: from the start of its rounds on, the other ranks count on this one.
   rounds.start();
 }

@@ -16,6 +16,7 @@
 #include "engine/checkpoint/manifest_check.h"
 #include "engine/checkpoint/manifest_unit.h"
 #include "engine/checkpoint/save_folder.h"
+#include "engine/checkpoint/taking_over.h"
 #include "io/checksum.h"
 #include "io/files.h"
 #include "io/part_folder.h"
@@ -147,6 +148,20 @@ int64_t CheckpointKeeper::pinned_bytes() const {
   return bytes;
 }
 
+/// Of the store, with checkpoints beyond those that the plan has room for.
+int64_t CheckpointKeeper::room_bytes() const {
+  const int64_t planned = setup_.config.checkpoints_kept * setup_.plan.kept_nvme_bytes();
+  const int64_t beyond = setup_.config.train_after_save ? pinned_bytes() - planned : 0;
+  return setup_.plan.nvme_reserve_bytes + std::max<int64_t>(0, beyond);
+}
+
+void CheckpointKeeper::take_room() {
+  if (!core_.store.exists()) return;
+  // Without train_after_save a checkpoint holds the states' only room.
+  if (setup_.config.train_after_save) kept_ = take_over(setup_, *core_.store);
+  core_.store->reserve(room_bytes());
+}
+
 void CheckpointKeeper::require_room_to_change() {
   if (setup_.config.train_after_save) return;
   forget_deleted();
@@ -198,11 +213,7 @@ void CheckpointKeeper::prepare(const fs::path& folder) {
 
 RankPart& CheckpointKeeper::begin_part(const fs::path& folder) {
   forget_deleted();
-  if (core_.store.exists()) {
-    const int64_t planned = setup_.config.checkpoints_kept * setup_.plan.kept_nvme_bytes();
-    const int64_t beyond = setup_.config.train_after_save ? pinned_bytes() - planned : 0;
-    core_.store->reserve(setup_.plan.nvme_reserve_bytes + std::max<int64_t>(0, beyond));
-  }
+  if (core_.store.exists()) core_.store->reserve(room_bytes());
   const fs::path own = own_folder(folder);
   if (own != partial_name(folder)) make_folder(own);
   return part_.emplace(setup_, core_, model_, access_, meter_, own);
@@ -387,6 +398,25 @@ void CheckpointKeeper::count_steps(int32_t unit, const ManifestUnit& found) {
   for (size_t s = 0; s < found.segments.size(); ++s) model_.units[unit].steps[s] = found.segments[s].step;
 }
 
+/// A piece that is all of a chunk's component, and lies in a slab of this run's store, becomes the chunk's
+/// without a copy. The caller has verified it.
+bool CheckpointKeeper::take_piece(const fs::path& folder, int32_t unit, const ManifestPiece& piece,
+                                  Component component, const Overlap& own) {
+  if (!core_.store.exists() || own.in_piece != 0 || own.elements != piece.elements) return false;
+  const Unit& u = setup_.layout.units[unit];
+  for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
+    const Chunk& chunk = setup_.layout.chunks[c];
+    if (chunk.begin != own.in_shard) continue;
+    if (chunk.elements != own.elements || !setup_.in_store(c, component) ||
+        piece.range.bytes != io::round_up_to_block(setup_.component_bytes(c, component)))
+      return false;
+    const auto extent = core_.store->own_extent(path_of(folder, piece.range.file), piece.range.offset,
+                                                piece.range.bytes, piece.range.block_checksums);
+    return extent && access_.take(c, component, *extent);
+  }
+  return false;
+}
+
 void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest) {
   std::vector<std::byte> buffer;
   io::StallWatch::Progress progress(core_.store.watch(), io::Operation::read, folder.string());
@@ -399,6 +429,7 @@ void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest) {
       const Overlap own = overlap(unit, piece);
       if (own.elements <= 0) continue;
       progress.moved();
+      if (take_piece(folder, index, piece, component, own)) continue;
       if (unit.scaled(component)) {  // the scales lie behind the whole piece
         buffer.resize(static_cast<size_t>(component_bytes(found, piece.component, piece.elements)));
         read_range(folder, piece.range, buffer);  // the range may be longer, by any amount

@@ -38,6 +38,10 @@ class CheckpointKeeper {
   CheckpointKeeper(const CheckpointKeeper&) = delete;
   CheckpointKeeper& operator=(const CheckpointKeeper&) = delete;
 
+  /// Once, before anything is stored: takes the room that the plan wants on NVMe, which is that of
+  /// Config::take_over's checkpoints first. Throws io::StoreError.
+  void take_room();
+
   // A save, in order (engine/calls/save.cc, docs/store.md). Each throws CheckpointError when the folder holds
   // something, io::StoreError when the disk fails or is full.
 
@@ -93,6 +97,9 @@ class CheckpointKeeper {
   Manifest own_part(const Manifest& manifest) const;
   int32_t index_of(const std::string& unit) const;
   int64_t pinned_bytes() const;
+  int64_t room_bytes() const;
+  bool take_piece(const std::filesystem::path& folder, int32_t unit, const ManifestPiece& piece,
+                  Component component, const Overlap& own);
   std::filesystem::path own_folder(const std::filesystem::path& folder) const;
   void move_up(const std::filesystem::path& partial, const std::string& prefix) const;
   RankPart::Pinned end_part();

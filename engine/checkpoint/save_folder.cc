@@ -16,8 +16,10 @@
 #include "engine/checkpoint/manifest.h"
 #include "engine/checkpoint/rank_reports.h"
 #include "engine/checkpoint/resident_file.h"
+#include "io/job_folder.h"
 #include "io/owned_folder.h"
 #include "io/part_folder.h"
+#include "io/slab_share.h"
 #include "io/unique_fd.h"
 
 namespace overspill::engine {
@@ -96,10 +98,16 @@ bool is_file_of_a_save(std::string_view name) {
   if (behind.size() < name.size()) return behind.starts_with("-") && is_file_of_a_save(behind.substr(1));
   return name == kManifestFile || name == kUnfinishedManifestFile || name == kIndexFile ||
          name == kUnfinishedIndexFile || name == kReportFile || name == kResidentFile ||
-         name == kOwnStatesFile || is_between(name, "slab-", ".bin") ||
+         name == kOwnStatesFile || is_between(name, io::kSlabPrefix, ".bin") ||
          is_between(name, io::kPartPrefix, io::kPartSuffix) ||
          is_between(name, "extents-", ".bin") ||  // io/slab_export.cc
-         is_between(name, "shared-", ".txt");     // io/slab_share.cc
+         is_between(name, io::kMarkPrefix, ".txt");
+}
+
+std::string_view rank_prefix(std::string_view name) {
+  const std::string_view behind = behind_rank(name);
+  if (behind.size() == name.size() || !behind.starts_with('-')) return {};
+  return name.substr(0, name.size() - behind.size() + 1);
 }
 
 void require_only_a_save(const fs::path& folder) {

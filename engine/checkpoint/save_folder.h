@@ -17,6 +17,9 @@ inline constexpr const char* kOwnStatesFile = "optimizer.safetensors";
 /// states; also behind a rank's prefix ("rank1-resident.bin"). The one list of them.
 bool is_file_of_a_save(std::string_view name);
 
+/// "rank1-" of the name of a file that rank 1 of several wrote; empty of another name.
+std::string_view rank_prefix(std::string_view name);
+
 /// Throws CheckpointError, which names the entry, where the folder holds anything but files of a save and
 /// folders of ranks with such files, or where the path is no folder. A path that does not exist is accepted.
 /// Changes nothing.

@@ -339,6 +339,17 @@ void Access::store(int32_t chunk, Component component) {
   extent = fresh;
 }
 
+bool Access::take(int32_t chunk, Component component, const io::Extent& extent) {
+  const StoreGate::Kept kept(core_.store);
+  const MutexLock lock(core_.mutex());
+  io::Extent& own = model_.chunks[chunk].extents[static_cast<size_t>(component)];
+  if (own == extent) return true;
+  if (!core_.store->reclaim(extent)) return false;
+  if (!own.empty()) core_.store->release(own);
+  own = extent;
+  return true;
+}
+
 void Access::transfer(io::Transfer::Kind kind, io::Extent& extent) {
   if (extent.bytes > scratch_.bytes()) throw std::logic_error("an extent is larger than the scratch buffer");
   io::Transfer transfer;

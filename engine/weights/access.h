@@ -60,6 +60,10 @@ class Access {
   void write_state(int32_t unit, Component component, int64_t begin, std::span<const float> values)
       EXCLUDES(engine_mutex);
 
+  /// Makes a written extent of the store the chunk's component, without a copy: one that was released and
+  /// that pins keep, or the one that it is already. False where somebody else owns it.
+  bool take(int32_t chunk, Component component, const io::Extent& extent) EXCLUDES(engine_mutex);
+
   /// Where a component on NVMe is now; empty: it was never written.
   io::Extent extent_of(int32_t chunk, Component component) EXCLUDES(engine_mutex) {
     const MutexLock lock(core_.mutex());

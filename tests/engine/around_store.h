@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -16,6 +17,12 @@ class AroundStore : public io::Store {
  public:
   explicit AroundStore(std::unique_ptr<io::Store> store) : store_(std::move(store)) {}
   void reserve(int64_t bytes) override { store_->reserve(bytes); }
+  io::TakenOver take_over(std::span<const io::KeptSlabs> kept) override { return store_->take_over(kept); }
+  std::optional<io::Extent> own_extent(const std::filesystem::path& file, int64_t offset, int64_t bytes,
+                                       std::span<const uint64_t> checksums) const override {
+    return store_->own_extent(file, offset, bytes, checksums);
+  }
+  bool reclaim(const io::Extent& extent) override { return store_->reclaim(extent); }
   io::Extent allocate(int64_t bytes) override { return store_->allocate(bytes); }
   void release(const io::Extent& extent) override { store_->release(extent); }
   void pin(const io::Extent& extent) override { store_->pin(extent); }

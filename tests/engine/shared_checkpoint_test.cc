@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 #include <sys/resource.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -18,6 +17,7 @@
 #include "io/file_store.h"
 #include "io/part_folder.h"
 #include "tests/engine/toy_model.h"
+#include "tests/same_file_system.h"
 
 namespace overspill::testing {
 namespace {
@@ -31,12 +31,6 @@ fs::path own_folder(const fs::path& parent) {
   fs::remove_all(folder);
   fs::create_directories(folder);
   return folder;
-}
-
-bool same_file_system(const fs::path& a, const fs::path& b) {
-  struct stat one {};
-  struct stat other {};
-  return ::stat(a.c_str(), &one) == 0 && ::stat(b.c_str(), &other) == 0 && one.st_dev == other.st_dev;
 }
 
 class SharedCheckpoint : public ::testing::Test {
