@@ -176,6 +176,7 @@ void register_specs(py::module_& m) {
           [](PythonConfig& self, const std::string& name) { self.placement = placement_from(name); })
       .def_readwrite("poison", &PythonConfig::poison)
       .def_readwrite("checkpoints_kept", &PythonConfig::checkpoints_kept)
+      .def_readwrite("take_over", &PythonConfig::take_over)
       .def_readwrite("train_after_save", &PythonConfig::train_after_save)
       .def_readwrite("device", &PythonConfig::device)
       .def_readwrite("io_backend", &PythonConfig::io_backend)

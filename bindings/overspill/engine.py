@@ -23,6 +23,7 @@ from . import (
     files,
     given,
     giving,
+    going_on,
     handover,
     hooks,
     newcomers,
@@ -83,6 +84,7 @@ class Engine(Stepping, Figures, Saving):
         group: ranks.Group | None = None,
         model_group: ranks.Group | None = None,
         counted_elsewhere: Set[int] = frozenset(),
+        resume_from: Any = None,
     ):
         super().__init__()
         alone = group is None and model_group is None
@@ -99,6 +101,8 @@ class Engine(Stepping, Figures, Saving):
         specs = handover.units(model, config, self._place, groups)
         units = handover.core_units(model, config, specs, groups, counted_elsewhere)
         settings = handover.core_settings(config, self._place, groups, (group, model_group))
+        if resume_from is not None:
+            settings.take_over = going_on.checkpoints(resume_from, group)
         if group is not None:
             handover.check_ranks(group, config, specs, groups[0], counted_elsewhere)
             if source is None:

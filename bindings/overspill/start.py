@@ -52,6 +52,7 @@ def initialize(
     process_group: Any = ...,
     model_group: Any = ...,
     replicated: Iterable[Any] | Mapping[Any, str] = ...,
+    resume_from: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = ...,
 ) -> Initialized[OverspillOptimizer]: ...
 
 
@@ -68,6 +69,7 @@ def initialize(
     process_group: Any = ...,
     model_group: Any = ...,
     replicated: Iterable[Any] | Mapping[Any, str] = ...,
+    resume_from: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = ...,
 ) -> Initialized[parts.Several]: ...
 
 
@@ -83,6 +85,7 @@ def initialize(
     process_group: Any = None,
     model_group: Any = None,
     replicated: Iterable[Any] | Mapping[Any, str] = (),
+    resume_from: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
 ) -> Initialized[Any]:
     """Hands `model` over to an engine. Returns the named tuple (engine, optimizer, dataloader or None, lr_scheduler or
     None).
@@ -112,12 +115,16 @@ def initialize(
         replicated: parameters, or their names, of which other ranks of `model_group` hold copies: the norm counts each
             once. Where a copy has another name elsewhere, a mapping to a name that is the same everywhere. Of a model
             with DTensors (parallelize_module), what their mesh holds whole is known without it
+        resume_from: the checkpoint that `load_checkpoint` will open, the folder that has it and others of the run, or a
+            list of them: the engine goes on in the slabs that they left on its disks, so it needs no more room there
+            than the run before, and loading copies nothing (docs/store.md). None: it takes new room
 
     Raises:
         ConfigError: a key or a value of the configuration is wrong
         BudgetError: a budget is too small; the message has the sum and the smallest one that would do
         CheckpointError: names or shapes of `checkpoint` do not fit the model; nothing is changed
         StoreError: a folder of `budget.nvme` cannot be used
+        FolderError: `resume_from` has no checkpoint
         RankError, EngineFailed: ranks differ, or one of them is lost
         ValueError, TypeError: a wrong argument
     """
@@ -134,6 +141,7 @@ def initialize(
         process_group,
         model_group,
         replicated,
+        resume_from,
     )
 
 
@@ -150,17 +158,11 @@ def begin(
     process_group: Any = None,
     model_group: Any = None,
     replicated: Iterable[Any] | Mapping[Any, str] = (),
+    resume_from: Any = None,
 ) -> Initialized[Any]:
     """`initialize`, for an engine of that class."""
     with ranks.Joining(process_group, model_group if process_group is not None else None) as joining:
-        if model_group is not None and process_group is None:
-            raise ValueError(
-                "overspill: model_group needs process_group too, the ranks that hold the same part of the model"
-            )
-        if replicated and model_group is None:
-            raise ValueError(
-                "overspill: replicated says what other ranks of model_group hold: give model_group"
-            )
+        _check_groups(process_group, model_group, replicated)
         settings = Config.read(config)  # type: ignore[arg-type]  # None is an error that it names
         group, rest = joining.join(settings.engine.rank_timeout_seconds)
         # Beyond this point a rank that is killed is noticed too: the others wait on its connections.
@@ -191,7 +193,15 @@ def begin(
         divided.check(model, model_group, checkpoint)
         counted_elsewhere = ranks.counted_elsewhere(rest, model, replicated, divided.copies(model))
         engine = kind(
-            model, settings, optimizer, model_parameters, checkpoint, group, rest, counted_elsewhere
+            model,
+            settings,
+            optimizer,
+            model_parameters,
+            checkpoint,
+            group,
+            rest,
+            counted_elsewhere,
+            resume_from,
         )
         try:
             engine.lr_scheduler = _scheduler(lr_scheduler or _configured(settings), engine.optimizer)
@@ -200,6 +210,15 @@ def begin(
             engine._end.give_up(error)
             raise
         return Initialized(engine, engine.optimizer, loader, engine.lr_scheduler)
+
+
+def _check_groups(process_group: Any, model_group: Any, replicated: Any) -> None:
+    if model_group is not None and process_group is None:
+        raise ValueError(
+            "overspill: model_group needs process_group too, the ranks that hold the same part of the model"
+        )
+    if replicated and model_group is None:
+        raise ValueError("overspill: replicated says what other ranks of model_group hold: give model_group")
 
 
 def _configured(settings: Config) -> Callable[[Any], Any] | None:

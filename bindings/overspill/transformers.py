@@ -17,7 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import adapters, checkpointing, exporting, framework, overwriting, own_states, parts, ranks, state
+from . import (
+    adapters,
+    checkpointing,
+    exporting,
+    framework,
+    going_on,
+    overwriting,
+    own_states,
+    parts,
+    ranks,
+    state,
+)
 from ._core import CheckpointError, OverspillError
 from .config import Config
 from .engine import Engine
@@ -62,9 +73,15 @@ class TrainerMixin:
 
     def __init__(self, *args: Any, overspill: ConfigSource | None = None, **kwargs: Any):
         self._overspill = {} if overspill is None else overspill
+        self._resumed: Any = None
         super().__init__(*args, **kwargs)
 
     # The engine.
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The engine that it makes goes on in the room of the checkpoint that it opens."""
+        self._resumed = kwargs.get("resume_from_checkpoint")
+        return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         self.args: Any
@@ -85,7 +102,12 @@ class TrainerMixin:
                 self.engine is not None
             ):  # of another model: hyperparameter search, or model_init at each train()
                 self.engine.close()
-            made = initialize(self.model, self._settings(), optimizer=super().create_optimizer())  # type: ignore[misc]
+            made = initialize(
+                self.model,
+                self._settings(),
+                optimizer=super().create_optimizer(),  # type: ignore[misc]
+                resume_from=going_on.inside(self._resumed, _CHECKPOINT),
+            )
             self.engine = made.engine
             # Without placement, for which Accelerate would read all states.
             self.optimizer = self.accelerator.prepare_optimizer(made.optimizer, device_placement=False)

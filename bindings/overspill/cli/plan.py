@@ -66,7 +66,14 @@ def run(args: argparse.Namespace) -> int:
     device = planned_line(config.engine.device, config.budget.device)
     quiet_transformers()
     made = plan(adapted(empty_model(folder, chosen.settings.dtype), chosen.settings), config)
-    planned = room.planned(made.as_dict(), config.budget.nvme, args.model, args.out, chosen.settings.keep)
+    planned = room.planned(
+        made.as_dict(),
+        config.budget.nvme,
+        args.model,
+        args.out,
+        chosen.settings.keep,
+        config.engine.train_after_save,
+    )
     disks = planned.lines() + _wear(made, config.budget)
     if args.json:
         print(json.dumps({"device": device, "notes": chosen.notes, "disks": disks, **made.as_dict()}))

@@ -1,7 +1,8 @@
 """What a run takes of the disks beside its states: checkpoints, and what going on from one of them costs.
 
-A checkpoint on the file system of an NVMe folder links that folder's slabs, whole; of other folders' states, and of
-those in memory, it holds copies. A run that goes on reserves its states anew, beside the checkpoint.
+A checkpoint on the file system of an NVMe folder links the slabs of all NVMe folders, whole; of states in memory it
+holds copies. A run that goes on does so in these slabs. A checkpoint elsewhere is a copy, and holds none of the
+reserve.
 """
 
 import dataclasses
@@ -47,8 +48,11 @@ class Room:
     out: Path
     keep: int
     saved: int  # checkpoints that are there already
+    trains_on: (
+        bool  # after a save (engine.train_after_save); else the reserve is one copy, which a checkpoint holds
+    )
     reserve_bytes: int  # on all NVMe folders together
-    linked_bytes: int  # of those, what a checkpoint links: it stays on the disk as long as one of them does
+    linked_bytes: int  # of those, what a checkpoint links: it stays on the disks as long as one of them does
     copied_bytes: int  # that each checkpoint writes
     free_bytes: int  # for the reserve
     out_free_bytes: int  # beside the reserve
@@ -85,7 +89,7 @@ class Room:
         if self.copied_bytes or self.linked_bytes:
             linked = (
                 f", and links slabs (files with the run's states), which keep up to {human(self.linked_bytes)} of "
-                "that disk until the checkpoint is deleted"
+                "the NVMe folders' disks until the checkpoint is deleted"
                 if self.linked_bytes
                 else ""
             )
@@ -103,6 +107,16 @@ class Room:
         return lines
 
     def _going_on(self) -> str:
+        if not self.linked_bytes:
+            return (
+                f"going on with --resume reserves {human(self.reserve_bytes)} again, which are free by then: "
+                f"checkpoints in {self.out} are copies"
+            )
+        if self.trains_on:
+            return (
+                f"going on with --resume needs no more of the disk: it goes on in the {human(self.reserve_bytes)} that "
+                "the run reserves and its checkpoints link"
+            )
         text = (
             f"going on with --resume reserves {human(self.reserve_bytes)} again, beside the checkpoint: "
             f"{human(max(0, self.again_bytes))} would be free"
@@ -119,24 +133,31 @@ class Room:
 def ways_out(checkpoint: Path) -> str:
     """For a run that finds no room beside the checkpoint that it goes on from."""
     return (
-        f"; a run that goes on reserves its states anew beside {checkpoint}, whose linked slabs hold what the "
-        "run before "
-        "had reserved. Move that checkpoint to another file system and name it with --resume PATH; or, if "
-        "nothing is to be "
+        f"; slabs of {checkpoint} and of the checkpoints beside it that the run cannot go on in (stderr names them) "
+        "hold what the run before had reserved. Move that checkpoint to another file system and name it with --resume "
+        "PATH; or, if nothing is to be "
         f"trained after the next save, add {FINISH} to the run's configuration file, which makes it reserve one copy "
         "only (--config FILE; a new FILE takes the place of the one before, so keep its other keys)"
     )
 
 
-def planned(made: dict, nvme: list[str], model: Path, out: Path | None, keep: int) -> Room:
+def planned(made: dict, nvme: list[str], model: Path, out: Path | None, keep: int, trains_on: bool) -> Room:
     """Before anything is reserved. `made`: the plan's numbers. No `out`: checkpoints beside the first NVMe folder."""
     shares = {path: 1 / len(nvme) for path in nvme}
     where = out or Path(nvme[0] if nvme else ".")
-    return _room(made, shares, model, where, keep, saved=0, taken=lambda device: 0)
+    return _room(made, shares, model, where, keep, trains_on, saved=0, taken=lambda device: 0)
 
 
 def reserved(
-    made: dict, stats: dict, model: Path, out: Path, keep: int, saved: int, here: int = 1, ranks: int = 1
+    made: dict,
+    stats: dict,
+    model: Path,
+    out: Path,
+    keep: int,
+    trains_on: bool,
+    saved: int,
+    here: int = 1,
+    ranks: int = 1,
 ) -> Room:
     """Of a running engine, which has its reserve. `stats`: the engine's. `here`: ranks of this machine, which share its
     disks and have about as much each; `ranks`: of all machines, which save to one folder."""
@@ -149,7 +170,7 @@ def reserved(
 
     shares = {path: count / total for path, count in paths.items()}
     of_all = {name: here * made[name] for name in _OF_A_RANK}
-    room = _room({**made, **of_all}, shares, model, out, keep, saved, taken)
+    room = _room({**made, **of_all}, shares, model, out, keep, trains_on, saved, taken)
     return dataclasses.replace(room, copied_bytes=room.copied_bytes * ranks // here)
 
 
@@ -159,6 +180,7 @@ def _room(
     model: Path,
     out: Path,
     keep: int,
+    trains_on: bool,
     saved: int,
     taken: Callable[[int], int],
 ) -> Room:
@@ -174,9 +196,10 @@ def _room(
         out=out,
         keep=keep,
         saved=saved,
+        trains_on=trains_on,
         reserve_bytes=reserve,
-        linked_bytes=round(reserve * share_here),
-        copied_bytes=resident + round(states * (1 - share_here)) + small + BESIDE_BYTES,
+        linked_bytes=reserve if share_here > 0 else 0,
+        copied_bytes=resident + (0 if share_here > 0 else states) + small + BESIDE_BYTES,
         free_bytes=sum(free.values()),
         out_free_bytes=home.free_bytes + taken(home.device) - round(reserve * share_here),
     )

@@ -73,7 +73,9 @@ class Session:
         ranks.check_alike(self._shared(digest))
         torch.manual_seed(settings.seed + ranks.number)  # of dropout, whatever making the model drew
         try:
-            self.engine, optimizer, _, _ = overspill.initialize(model, chosen.config, checkpoint=weights)
+            self.engine, optimizer, _, _ = overspill.initialize(
+                model, chosen.config, checkpoint=weights, resume_from=self.base
+            )
         except overspill.StoreError as error:
             if checkpoint is None or "space" not in str(error):
                 raise
@@ -199,7 +201,8 @@ class Session:
         plan, stats, settings = self.engine._core.plan.as_dict(), self.engine.stats(), self.settings
         model = Path(settings.model)
         ranks = (on_this_machine(), self.ranks.world)
-        self.room = room.reserved(plan, stats, model, self.folder.path, settings.keep, saved, *ranks)
+        kept = (settings.keep, self._saves_on_the_way, saved)
+        self.room = room.reserved(plan, stats, model, self.folder.path, *kept, *ranks)
         self.room.check()
 
     def _say_how(self, aside: list[Path]) -> None:

@@ -1,0 +1,150 @@
+"""A script that goes on from its checkpoint takes its disk's room over: initialize(resume_from=...)."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+import torch
+from checkpoint_scene import whole
+
+import overspill
+from overspill import FolderError, going_on
+
+
+def model():
+    torch.manual_seed(3)
+    return torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(6)])
+
+
+def step(engine):
+    engine.backward(engine(torch.ones(2, 128)).square().mean())
+    engine.step()
+
+
+def weights(engine):
+    return [engine.weight(p) for p in engine.module.parameters()]
+
+
+@pytest.fixture
+def begin(config, tmp_path):
+    """begin(**arguments of initialize): an engine whose states lie on NVMe, and which keeps two checkpoints."""
+    (tmp_path / "nvme").mkdir()
+    made = []
+
+    def initialize(job="first", **more):
+        settings = config(placement="nvme", checkpoints_kept=2, chunk_elements=4096, job=job)
+        settings["budget"]["nvme"] = [str(tmp_path / "nvme")]
+        engine, *_ = overspill.initialize(model(), settings, **more)
+        made.append(engine)
+        return engine
+
+    yield initialize
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def left(begin, tmp_path):
+    """(the run's folder with two checkpoints, bytes that the run had reserved, weights after the third step)"""
+    run = tmp_path / "run"
+    engine = begin()
+    for number in (1, 2):
+        step(engine)
+        engine.save_checkpoint(run / f"step-{number}", keep_last=2)
+    reserved = engine.stats()["nvme_reserved_bytes"]
+    step(engine)
+    expected = weights(engine)
+    engine.close()
+    return run, reserved, expected
+
+
+def written_by(engine) -> int:
+    return engine.stats()["nvme_written_bytes"]
+
+
+def on_disk(*folders) -> int:
+    files = {}
+    for folder in folders:
+        for path in folder.rglob("*"):
+            status = path.lstat()
+            files[status.st_ino] = status.st_blocks * 512
+    return sum(files.values())
+
+
+@pytest.mark.parametrize("named", ["the checkpoint", "the folder"])
+def test_takes_no_more_of_the_disk_and_copies_nothing(named, left, begin, tmp_path):
+    run, reserved, expected = left
+    engine = begin(resume_from=run / "step-2" if named == "the checkpoint" else str(run))
+    assert on_disk(run, tmp_path / "nvme") < reserved + (1 << 20)
+    written = written_by(engine)
+    engine.load_checkpoint(run / "step-2")
+    assert written_by(engine) == written
+    step(engine)
+    assert all(torch.equal(a, b) for a, b in zip(weights(engine), expected, strict=True))
+    for number in range(4, 8):
+        step(engine)
+        engine.save_checkpoint(run / f"step-{number}", keep_last=2)
+    assert on_disk(run, tmp_path / "nvme") < reserved + (1 << 20)
+    assert sorted(path.name for path in run.iterdir()) == ["step-6", "step-7"]
+    assert whole(run / "step-6") and whole(run / "step-7")
+
+
+def test_with_it_an_older_one_may_be_opened(left, begin):
+    run, _, expected = left
+    engine = begin(resume_from=run / "step-2")
+    engine.load_checkpoint(run / "step-1")
+    step(engine)
+    step(engine)
+    assert all(torch.equal(a, b) for a, b in zip(weights(engine), expected, strict=True))
+    assert whole(run / "step-2")
+
+
+def test_what_an_unfinished_save_left_is_removed_and_one_under_way_is_not(left, begin, tmp_path):
+    run, reserved, _ = left
+    for name in ("step-3.partial", "other.partial"):
+        shutil.copytree(run / "step-2", run / name, copy_function=os.link)
+        (run / name / "manifest.json").unlink()
+    (run / "mine.partial").mkdir()
+    (run / "mine.partial" / "notes").write_text("mine")
+    engine = begin(resume_from=run)
+    assert sorted(path.name for path in run.iterdir()) == ["mine.partial", "step-1", "step-2"]
+    assert on_disk(run, tmp_path / "nvme") < reserved + (1 << 20)
+    engine.load_checkpoint(run / "step-2")
+
+
+def test_another_runs_checkpoints_are_left_alone(left, begin, tmp_path):
+    run, _, _ = left
+    other = begin(job="other")
+    step(other)
+    other.save_checkpoint(run / "theirs-9")
+    other.close()
+    (run / "notes").mkdir()
+    taken = going_on.checkpoints(run / "step-1", None)
+    assert [path.name for path in taken] == ["step-1", "step-2"]
+    (run / "step-2").rename(run / "best")  # it shares slabs, whatever its name
+    (run / "step-1").rename(run / "step-1.abandoned-1")
+    taken = going_on.checkpoints(run / "best", None)
+    assert [path.name for path in taken] == ["best", "step-1.abandoned-1"]
+
+
+def test_a_copy_by_links_makes_the_run_take_new_room_and_say_why(left, begin, capfd):
+    run, _, expected = left
+    subprocess.run(["cp", "-al", run / "step-2", run.parent / "keepsake"], check=True)
+    engine = begin(resume_from=run)
+    said = capfd.readouterr().err
+    assert "takes new room" in said and "a copy by links" in said and str(run) in said
+    engine.load_checkpoint(run / "step-2")
+    step(engine)
+    assert all(torch.equal(a, b) for a, b in zip(weights(engine), expected, strict=True))
+    assert whole(run.parent / "keepsake")
+
+
+def test_names_what_is_no_checkpoint(begin, tmp_path):
+    with pytest.raises(FolderError, match=r"resume_from: .*/none: No such file"):
+        begin(resume_from=tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FolderError, match=r"empty has no manifest.json, and no folder in it has one"):
+        begin(resume_from=tmp_path / "empty")
+    with pytest.raises(TypeError, match="initialize"):
+        begin(resume_from=7)
