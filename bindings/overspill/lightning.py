@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from . import durable, framework, going_on, overwriting, ranks
+from . import durable, framework, overwriting, ranks
 from ._core import OverspillError
 from .config.section import ConfigError
 from .engine import Engine
@@ -127,10 +127,7 @@ class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
             )
         several = len(self.optimizers) > 1
         made: Any = initialize(
-            self.model,
-            settings,
-            optimizer=self.optimizers if several else self.optimizers[0],
-            resume_from=going_on.inside(trainer.ckpt_path, _STATES),
+            self.model, settings, optimizer=self.optimizers if several else self.optimizers[0]
         )
         self.engine = made.engine
         self.optimizers = list(made.optimizer) if several else [made.optimizer]
