@@ -65,11 +65,8 @@ FileStore::FileStore(const FileStoreOptions& options)
     watch_->start();
     set_first_weights(options);
     for (const Lane& lane : lanes_) {
-      for (const std::string& orphan : orphans(lane.folder.path().parent_path())) {
-        say_on_stderr(fmt::format(
-            "overspill: {}. It takes room until it is removed; if that checkpoint was moved, leave it",
-            orphan));
-      }
+      for (const std::string& orphan : orphans(lane.folder.path().parent_path()))
+        say_on_stderr("overspill: " + orphan);
     }
   } catch (...) {
     stop();

@@ -206,10 +206,20 @@ std::vector<std::string> orphans(const std::filesystem::path& base) {
     const UniqueFd part = is_id(id) ? open_folder(folder.get(), name) : UniqueFd();
     if (!part) continue;
     const std::vector<std::string> lines = lines_of(part.get(), kIdFile);
-    if (lines.size() < 2 || lines[0] != id || same_folder(part_path(lines[1], id), base / name)) continue;
+    if (lines.size() < 2 || lines[0] != id) {
+      found.push_back(fmt::format(
+          "{} was a part of a checkpoint, and a crash while that was saved or removed has left it "
+          "without its {}: no checkpoint opens with it. It takes room until it is removed; unless "
+          "a save is under way, remove it",
+          (base / name).string(), kIdFile));
+      continue;
+    }
+    if (same_folder(part_path(lines[1], id), base / name)) continue;
     if (same_folder(part_path(lines[1] + ".partial", id), base / name)) continue;  // it is being saved
-    found.push_back(fmt::format("{} is a part of the checkpoint {}, which is not there",
-                                (base / name).string(), lines[1]));
+    found.push_back(
+        fmt::format("{} is a part of the checkpoint {}, which is not there. It takes room until it is "
+                    "removed; if that checkpoint was moved, leave it",
+                    (base / name).string(), lines[1]));
   }
   return found;
 }

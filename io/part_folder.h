@@ -44,8 +44,8 @@ std::vector<std::filesystem::path> remove_parts(const std::filesystem::path& che
 /// Removes one that was just made, with the links in it.
 void unmake_part(const std::filesystem::path& checkpoint, const PartFolder& part) noexcept;
 
-/// Parts in `base` whose checkpoint is not where they say, in words for people: they take room until somebody
-/// removes them.
+/// Parts in `base` whose checkpoint is not where they say, or that a crash left without their id, in words
+/// for people: they take room until somebody removes them.
 std::vector<std::string> orphans(const std::filesystem::path& base);
 
 }  // namespace overspill::io

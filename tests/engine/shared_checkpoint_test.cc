@@ -220,6 +220,23 @@ TEST_F(SharedCheckpoint, WhoseFolderIsGoneIsNamedWhenARunStarts) {
   EXPECT_NE(said.find((here_ / "both").string()), std::string::npos) << said;
 }
 
+/// As a power cut leaves it that keeps the names of the slabs and not that of the id.
+TEST_F(SharedCheckpoint, WhosePartACrashLeftWithoutItsIdIsNamedWhenARunStarts) {
+  fs::path part;
+  {
+    auto engine = trained({here_, there_});
+    engine->save(here_ / "both", "{}");
+    part = io::parts_of(here_ / "both").at(0).path;
+  }
+  fs::remove_all(here_ / "both");
+  fs::remove(part / "overspill-part.txt");
+  ::testing::internal::CaptureStderr();
+  trained({here_, there_});
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  EXPECT_NE(said.find(part.string()), std::string::npos) << said;
+  EXPECT_NE(said.find("remove it"), std::string::npos) << said;
+}
+
 // Whatever a save lacks descriptors for: it is taken or refused, and nothing stays pinned for a folder that
 // is not there.
 TEST_F(SharedCheckpoint, WithoutDescriptorsIsRefusedAndHoldsNothing) {
