@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <fstream>
 #include <utility>
@@ -19,6 +20,20 @@ Disk::Disk(const fs::path& root) : root_(root.string()) {
 
 bool Disk::inside(const std::string& path) const {
   return path == root_ || path.starts_with(root_ + "/");
+}
+
+std::string Disk::mount_of(const std::string& path) const {
+  for (const std::string& mount : mounts_) {
+    if (path == mount || path.starts_with(mount + "/")) return mount;
+  }
+  return root_;
+}
+
+int Disk::failure_of(const FileCall& call) {
+  const bool links = call.kind == Kind::link;
+  if (links && refuses_links_) return EPERM;
+  if (!links && call.kind != Kind::rename) return 0;
+  return mount_of(call.path) == mount_of(call.other) ? 0 : EXDEV;
 }
 
 Disk::Node Disk::find(const std::string& path) const {
@@ -50,13 +65,18 @@ void Disk::done(const FileCall& call, std::span<const std::byte> data) {
     case Kind::remove: {
       if (!inside(call.path)) return;
       const auto [folder, name] = place(call.path);
-      log_.push_back({call.kind, find(call.path), folder, name, "", 0, {}, 0, call.path});
+      log_.push_back(
+          {call.kind, find(call.path), folder, name, "", 0, {}, 0, call.path, mount_of(call.path)});
       nodes_.erase(call.path);
       return;
     }
-    case Kind::sync_all:
-      log_.push_back({call.kind, -1, -1, "", "", 0, {}, 0, root_});
+    case Kind::sync_all: {
+      const auto found = open_.find(call.fd);
+      if (found == open_.end()) return;
+      const std::string mount = mount_of(found->second.path);
+      log_.push_back({call.kind, -1, -1, "", "", 0, {}, 0, mount, mount});
       return;
+    }
     case Kind::write:
     case Kind::allocate:
     case Kind::sync: {
@@ -73,7 +93,8 @@ void Disk::done(const FileCall& call, std::span<const std::byte> data) {
                       offset,
                       {data.begin(), data.end()},
                       call.kind == Kind::allocate ? call.offset + call.bytes : 0,
-                      file.path});
+                      file.path,
+                      mount_of(file.path)});
       return;
     }
   }
@@ -92,20 +113,21 @@ void Disk::open(const FileCall& call) {
 void Disk::add_name(const FileCall& call, const std::string& path, Node node) {
   nodes_[path] = node;
   const auto [folder, name] = place(path);
-  log_.push_back({call.kind, node, folder, name, "", 0, {}, 0, path});
+  log_.push_back({call.kind, node, folder, name, "", 0, {}, 0, path, mount_of(path)});
 }
 
 void Disk::rename(const FileCall& call) {
   if (!inside(call.path)) return;
   const auto [folder, old_name] = place(call.path);
   const auto [new_folder, name] = place(call.other);
+  const std::string mount = mount_of(call.path);
   // Into another folder: two changes, of which each may survive without the other.
   if (folder != new_folder) {
     const Node node = find(call.path);
-    log_.push_back({Kind::link, node, new_folder, name, "", 0, {}, 0, call.other});
-    log_.push_back({Kind::remove, node, folder, old_name, "", 0, {}, 0, call.path});
+    log_.push_back({Kind::link, node, new_folder, name, "", 0, {}, 0, call.other, mount});
+    log_.push_back({Kind::remove, node, folder, old_name, "", 0, {}, 0, call.path, mount});
   } else {
-    log_.push_back({call.kind, find(call.path), folder, name, old_name, 0, {}, 0, call.other});
+    log_.push_back({call.kind, find(call.path), folder, name, old_name, 0, {}, 0, call.other, mount});
   }
   std::map<std::string, Node> moved;
   for (const auto& [path, node] : nodes_) {
@@ -123,15 +145,16 @@ std::string Disk::text(size_t call) const {
 
 std::vector<size_t> Disk::unsynced(size_t calls) const {
   std::vector<size_t> out;
-  for (size_t i = 0; i < calls; ++i) {
-    if (is_sync(i)) continue;
-    const Node where = log_[i].folder >= 0 ? log_[i].folder : log_[i].node;
-    bool synced = false;
-    for (size_t j = i + 1; j < calls && !synced; ++j) {
-      synced = log_[j].kind == Kind::sync_all || (log_[j].kind == Kind::sync && log_[j].node == where);
-    }
-    if (!synced) out.push_back(i);
+  std::set<Node> synced;  // by what comes later
+  std::set<std::string> mounts_synced;
+  for (size_t i = calls; i-- > 0;) {
+    const Event& event = log_[i];
+    if (event.kind == Kind::sync) synced.insert(event.node);
+    if (event.kind == Kind::sync_all) mounts_synced.insert(event.mount);
+    if (is_sync(i) || mounts_synced.contains(event.mount)) continue;
+    if (!synced.contains(event.folder >= 0 ? event.folder : event.node)) out.push_back(i);
   }
+  std::ranges::reverse(out);
   return out;
 }
 
@@ -158,11 +181,12 @@ void Disk::apply(Tree& tree, const Event& event, bool half) const {
       return;
     case Kind::write:
     case Kind::allocate: {
-      std::vector<std::byte>& file = tree.files[event.node];
+      File& file = tree.files[event.node];
       const size_t bytes = event.data.size() / (half ? 2 : 1);
-      const auto end = std::max(event.bytes, event.offset + static_cast<int64_t>(bytes));
-      if (file.size() < static_cast<size_t>(end)) file.resize(static_cast<size_t>(end));
-      std::copy_n(event.data.begin(), bytes, file.begin() + event.offset);
+      const size_t end = static_cast<size_t>(event.offset) + bytes;
+      if (bytes > 0 && file.written.size() < end) file.written.resize(end);
+      std::copy_n(event.data.begin(), bytes, file.written.begin() + event.offset);
+      file.bytes = std::max({file.bytes, event.bytes, static_cast<int64_t>(end)});
       return;
     }
     case Kind::sync:
@@ -173,7 +197,7 @@ void Disk::apply(Tree& tree, const Event& event, bool half) const {
 }
 
 void Disk::leave(size_t calls, const std::set<size_t>& lost, const std::set<size_t>& torn,
-                 const std::vector<std::string>& names, const fs::path& target) const {
+                 std::string_view left_out, const fs::path& target) const {
   Tree tree;
   for (size_t i = 0; i < calls; ++i) {
     if (!lost.contains(i)) apply(tree, log_[i], torn.contains(i));
@@ -182,25 +206,35 @@ void Disk::leave(size_t calls, const std::set<size_t>& lost, const std::set<size
   for (const auto& event : log_) {
     if (event.kind == Kind::make_folder) tree.folders[event.node];
   }
-  Tree chosen = tree;
-  std::erase_if(chosen.folders[0], [&](const auto& entry) {
-    return !names.empty() && std::find(names.begin(), names.end(), entry.first) == names.end();
-  });
-  write_out(chosen, 0, target);
+  std::map<Node, fs::path> written;
+  write_out(tree, 0, left_out, target, written);
 }
 
-void Disk::write_out(const Tree& tree, Node folder, const fs::path& target) const {
+void Disk::write_file(const Tree& tree, Node node, const fs::path& path) {
+  std::ofstream out(path, std::ios::binary);
+  const auto found = tree.files.find(node);
+  if (found == tree.files.end()) return;
+  const File& file = found->second;
+  out.write(reinterpret_cast<const char*>(file.written.data()), std::ssize(file.written));
+  out.close();
+  fs::resize_file(path, static_cast<uintmax_t>(file.bytes));
+}
+
+void Disk::write_out(const Tree& tree, Node folder, std::string_view left_out, const fs::path& target,
+                     std::map<Node, fs::path>& written) const {
   fs::create_directories(target);
   for (const auto& [name, node] : tree.folders.at(folder)) {
     if (tree.folders.contains(node)) {
-      write_out(tree, node, target / name);
+      if (left_out.empty() || !name.starts_with(left_out))
+        write_out(tree, node, left_out, target / name, written);
       continue;
     }
-    std::ofstream file(target / name, std::ios::binary);
-    const auto found = tree.files.find(node);
-    if (found == tree.files.end()) continue;
-    file.write(reinterpret_cast<const char*>(found->second.data()),
-               static_cast<std::streamsize>(found->second.size()));
+    const auto [first, is_first] = written.emplace(node, target / name);
+    if (!is_first) {
+      fs::create_hard_link(first->second, target / name);
+      continue;
+    }
+    write_file(tree, node, target / name);
   }
 }
 
