@@ -1,6 +1,7 @@
 // SIGKILL at random instants of a run with kept checkpoints on the store's own disk: every checkpoint with a
 // name is whole and bit-equal to a run that nothing disturbed, what the dead run left goes at the next start,
-// what lives stays. As root and as nobody with 8 MiB of lockable memory; every third life without io_uring.
+// what lives stays. Saves that stop training, and saves in the background over two disks. As root and as
+// nobody with 8 MiB of lockable memory; every third life without io_uring.
 //
 //   OVERSPILL_KILLS=200  how many (default 12; 200 with OVERSPILL_LONG=1)
 //   OVERSPILL_SEED=n     of the instants
@@ -10,11 +11,15 @@
 #include <sys/resource.h>
 #include <sys/wait.h>
 
+#include <algorithm>
 #include <array>
-#include <cstring>
+#include <map>
 #include <random>
+#include <set>
+#include <string_view>
 
 #include "io/file_store.h"
+#include "io/part_folder.h"
 #include "tests/faults/life.h"
 #include "tests/faults/scene.h"
 #include "tests/io/store_test_util.h"
@@ -29,6 +34,12 @@ int64_t number_from(const char* name, int64_t otherwise) {
   return text == nullptr ? otherwise : std::stoll(text);
 }
 
+/// Where it is there, memory is another file system than the scratch folder's.
+fs::path other_disk() {
+  const fs::path memory = "/dev/shm";
+  return fs::is_directory(memory) ? memory : fs::temp_directory_path();
+}
+
 class Killed : public ::testing::TestWithParam<const char*> {
  protected:
   void SetUp() override {
@@ -36,14 +47,17 @@ class Killed : public ::testing::TestWithParam<const char*> {
     if (nobody_ && ::geteuid() != 0)
       GTEST_SKIP() << "only root can become nobody; this user is tested as 'self'";
     nvme_ = scratch_.path() / "nvme";
+    second_nvme_ = second_.path() / "nvme";
     checkpoints_ = scratch_.path() / "checkpoints";
-    for (const fs::path& folder : {nvme_, checkpoints_}) {
+    for (const fs::path& folder : {nvme_, second_nvme_, checkpoints_}) {
       fs::create_directory(folder);
       if (nobody_) {
         ASSERT_EQ(::chown(folder.c_str(), kNobody, kNobody), 0);
       }
     }
-    if (nobody_) fs::permissions(scratch_.path(), fs::perms(0755));
+    for (const ScratchFolder* folder : {&scratch_, &second_}) {
+      if (nobody_) fs::permissions(folder->path(), fs::perms(0755));
+    }
     life_file_ = ::memfd_create("life", 0);
     ASSERT_GE(life_file_, 0);
     ASSERT_EQ(::ftruncate(life_file_, sizeof(Life)), 0);
@@ -57,13 +71,18 @@ class Killed : public ::testing::TestWithParam<const char*> {
     if (program_ >= 0) ::close(program_);
   }
 
-  pid_t start(const std::string& job, bool io_uring) {
+  /// `way`: "blocking", or the second path of a run whose saves are in the background.
+  pid_t start(const std::string& job, const std::string& way, bool io_uring) {
     new (life_) Life;
     const std::string life_fd = std::to_string(life_file_);
-    const std::array<const char*, 7> arguments = {
-        "fault_child", nvme_.c_str(),   checkpoints_.c_str(),
-        job.c_str(),   life_fd.c_str(), io_uring ? nullptr : "no-io_uring",
-        nullptr};
+    const std::array<const char*, 8> arguments = {"fault_child",
+                                                  nvme_.c_str(),
+                                                  checkpoints_.c_str(),
+                                                  job.c_str(),
+                                                  life_fd.c_str(),
+                                                  way.c_str(),
+                                                  io_uring ? nullptr : "no-io_uring",
+                                                  nullptr};
     const pid_t pid = ::fork();
     if (pid != 0) return pid;
     const rlimit limit{8 * kMiB, 8 * kMiB};
@@ -83,6 +102,7 @@ class Killed : public ::testing::TestWithParam<const char*> {
     if (in_save) {
       const int64_t wanted = 1 + static_cast<int64_t>(random() % 3);
       eventually([&] { return life_->saves_begun >= wanted || dead(pid); });
+      if (life_->save_us > 0) save_us_ = life_->save_us;
       pause(save_us_);
     } else {
       pause(life_us_);
@@ -99,34 +119,80 @@ class Killed : public ::testing::TestWithParam<const char*> {
            info.si_pid == pid;
   }
 
+  /// Once a run has started, what those before it left is gone.
+  void check_folders(const std::string& job) {
+    if (life_->started == 0) return;
+    for (const fs::path& path : {nvme_, second_nvme_}) {
+      for (const std::string& name : names_in(path)) {
+        const bool is_part = path == second_nvme_ && name.starts_with("checkpoint-");
+        EXPECT_TRUE(is_part || name == "overspill-" + job || name == "overspill-bystander") << path / name;
+      }
+    }
+  }
+
+  /// How far the save under way had come, by what it left.
+  std::string phase() const {
+    if (life_->started == 0) return "starting";
+    if (life_->saving == 0) return "no save under way";
+    const std::string step = std::to_string(life_->saving);
+    if (fs::exists(checkpoints_ / step)) return "named";
+    const std::vector<std::string> files = names_in(checkpoints_ / (step + ".partial"));
+    const auto has = [&](std::string_view prefix) {
+      return std::ranges::any_of(files, [&](const std::string& name) { return name.starts_with(prefix); });
+    };
+    if (has(engine::kManifestFile)) return "manifest begun";
+    if (has("index.bin")) return "index begun";
+    if (has(io::kPartPrefix)) return "part begun";
+    return has("shared-") ? "first slab linked" : "states being taken";
+  }
+
+  /// Every part of a checkpoint is named by one, or by a save that was cut off: else nobody would remove it.
+  void check_parts() {
+    std::set<std::string> named;
+    for (const std::string& name : names_in(checkpoints_)) {
+      for (const io::PartFolder& part : io::parts_of(checkpoints_ / name))
+        named.insert(part.path.filename().string());
+    }
+    for (const std::string& name : names_in(second_nvme_)) {
+      if (name.starts_with("overspill-")) continue;
+      EXPECT_TRUE(named.contains(name)) << name << " is named by nobody";
+      ++parts_;
+    }
+  }
+
   /// Every checkpoint with a name is whole; the newest is bit for bit what it should be.
   void check_checkpoints() {
-    int64_t newest = 0;
+    check_parts();
+    int64_t newest = 0, removed = 0;
     for (const std::string& name : names_in(checkpoints_)) {
       const fs::path folder = checkpoints_ / name;
       if (name.ends_with(".partial")) {
         ++partials_;
         continue;
       }
-      if (!fs::exists(folder / engine::kManifestFile)) continue;  // its removal was cut off
+      if (!fs::exists(folder / engine::kManifestFile)) {  // its removal was cut off
+        removed = std::max<int64_t>(removed, std::stoll(name));
+        continue;
+      }
       const engine::VerifyResult whole = engine::verify_checkpoint(folder, nullptr, nullptr);
       EXPECT_EQ(std::to_string(whole.step), name);
       ++verified_;
       newest = std::max(newest, whole.step);
     }
     ASSERT_GE(newest, newest_) << "the last complete checkpoint is gone";
+    EXPECT_TRUE(removed == 0 || removed < newest) << removed << " has its name and no manifest";
     newest_ = newest;
     if (newest == 0) return;
     EXPECT_EQ(contents_of(checkpoints_ / std::to_string(newest)), shadow_.at(newest));
   }
 
-  ScratchFolder scratch_;
-  fs::path nvme_, checkpoints_;
+  ScratchFolder scratch_, second_{other_disk()};
+  fs::path nvme_, second_nvme_, checkpoints_;
   bool nobody_ = false;
   int life_file_ = -1, program_ = -1;
   Life* life_ = nullptr;
   Shadow shadow_;
-  int64_t newest_ = 0, verified_ = 0, partials_ = 0;
+  int64_t newest_ = 0, verified_ = 0, partials_ = 0, parts_ = 0;
   // Drawn from 0 to these: about what a start and some steps, and a save, take here.
   int64_t life_us_ = 250'000, save_us_ = 12'000;
 };
@@ -149,16 +215,11 @@ TEST_P(Killed, AtAnyInstantTheLastCheckpointIsWhole) {
   int64_t in_start = 0, in_save = 0, in_training = 0;
   for (int64_t number = 0; number < kills; ++number) {
     const std::string job = fmt::format("run-{}", number);
-    const pid_t pid = start(job, number % 3 != 2);
+    const pid_t pid = start(job, "blocking", number % 3 != 2);
     ASSERT_TRUE(kill_at_random(pid, random, number % 2 == 1)) << "child " << number << " ended by itself";
     const bool hit_save = life_->saves_begun != life_->saves_done;
     ++(hit_save ? in_save : life_->steps > 0 ? in_training : in_start);
-    if (number % 2 == 1 && !hit_save) save_us_ /= 2;  // saves are shorter here than the pause allowed for
-    if (life_->started == 1) {                        // what the runs before left is gone
-      for (const std::string& name : names_in(nvme_))
-        EXPECT_TRUE(name == "overspill-" + job || name == "overspill-bystander")
-            << name << " in life " << number;
-    }
+    check_folders(job);
     check_checkpoints();
     if (HasFailure()) FAIL() << "after kill " << number << " of seed " << seed;
   }
@@ -171,13 +232,45 @@ TEST_P(Killed, AtAnyInstantTheLastCheckpointIsWhole) {
       GetParam(), kills, in_start, in_training, in_save, verified_, partials_, newest_);
 
   // One more start, and all that is left is removed; a new save takes a cut-off one's place.
-  const pid_t last = start("last", true);
+  const pid_t last = start("last", "blocking", true);
   EXPECT_TRUE(eventually([&] { return life_->saves_done >= 1 || dead(last); }));
   ::kill(last, SIGKILL);
   int status = 0;
   ::waitpid(last, &status, 0);
   check_checkpoints();
   EXPECT_EQ(names_in(nvme_).size(), 2u);
+}
+
+TEST_P(Killed, WhileItSavesInTheBackgroundTheLastCheckpointIsWhole) {
+  const int64_t kills = number_from("OVERSPILL_KILLS", long_run() ? 200 : 12);
+  const auto seed = static_cast<uint64_t>(number_from("OVERSPILL_SEED", 1));
+  fmt::print("seed {}\n", seed);
+  std::mt19937_64 random(seed);
+  std::map<std::string, int64_t> phases;
+  for (int64_t number = 0; number < kills; ++number) {
+    const std::string job = fmt::format("run-{}", number);
+    const pid_t pid = start(job, second_nvme_.string(), number % 3 != 2);
+    ASSERT_TRUE(kill_at_random(pid, random, true)) << "child " << number << " ended by itself";
+    ++phases[phase()];
+    check_folders(job);
+    check_checkpoints();
+    if (HasFailure()) FAIL() << "after kill " << number << " of seed " << seed;
+  }
+  std::string hit;
+  for (const auto& [phase, times] : phases) hit += fmt::format("{} {}, ", times, phase);
+  fmt::print(
+      "as {}: {} kills: {}{} checkpoints verified, {} cut-off saves and {} parts seen, step {} reached\n",
+      GetParam(), kills, hit, verified_, partials_, parts_, newest_);
+  const int64_t missed = phases["no save under way"] + phases["named"];
+  EXPECT_GT(kills - missed, kills / 2) << "most kills hit no save, so this run tested little of it";
+
+  // Training goes on from what is left, and a new save takes a cut-off one's place.
+  const pid_t last = start("last", second_nvme_.string(), true);
+  EXPECT_TRUE(eventually([&] { return life_->saves_done >= 2 || dead(last); }));
+  ::kill(last, SIGKILL);
+  int status = 0;
+  ::waitpid(last, &status, 0);
+  check_checkpoints();
 }
 
 INSTANTIATE_TEST_SUITE_P(Users, Killed, ::testing::Values("self", "nobody"),

@@ -16,6 +16,8 @@ struct Life {
   std::atomic<int64_t> steps{0};    // in this life
   std::atomic<int64_t> saves_begun{0};
   std::atomic<int64_t> saves_done{0};
+  std::atomic<int64_t> saving{0};   // the step of the save under way
+  std::atomic<int64_t> save_us{0};  // that the last save took
 };
 
 inline Life* map_life(int file) {

@@ -13,15 +13,18 @@
 #include <functional>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "engine/checkpoint/manifest.h"
 #include "engine/engine.h"
 #include "engine/resources.h"
 #include "io/error.h"
+#include "io/file_store.h"
 #include "io/store.h"
 #include "tests/engine/toy_model.h"
 
@@ -34,9 +37,8 @@ namespace fs = std::filesystem;
 /// A folder that is gone afterwards, with a space, quotes and letters that are not ASCII in its name.
 class ScratchFolder {
  public:
-  ScratchFolder() {
-    std::string name =
-        (fs::temp_directory_path() / "test-of-overspill-faults it's \"Größe\" 試-XXXXXX").string();
+  explicit ScratchFolder(const fs::path& parent = fs::temp_directory_path()) {
+    std::string name = (parent / "test-of-overspill-faults it's \"Größe\" 試-XXXXXX").string();
     if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no scratch folder: " + name);
     path_ = name;
   }
@@ -59,6 +61,7 @@ struct Rig {
   std::string backend = "auto";
   io::Patience patience{.retry = {.first_wait = std::chrono::microseconds(100)}, .stall = {}};
   int64_t io_deadline_ms = 0;
+  std::optional<fs::path> second_nvme = std::nullopt;  // taken to be as fast as the first
 };
 
 /// The toy model, small chunks; a few transfers for each step.
@@ -75,7 +78,17 @@ inline std::unique_ptr<engine::Engine> make_engine(const Rig& rig) {
   config.io_deadline_ms = rig.io_deadline_ms;
   engine::ResourceOptions options{.io_backend = rig.backend, .seed = 1};
   options.patience = rig.patience;
-  return std::make_unique<engine::Engine>(toy_units(), config, make_resources(toy_units(), config, options));
+  engine::Resources resources = make_resources(toy_units(), config, options);
+  if (rig.second_nvme) {
+    resources.store.reset();  // it has the name of the job
+    resources.store = io::make_file_store({.paths = {rig.nvme, *rig.second_nvme},
+                                           .job = rig.job,
+                                           .speeds = {{1e9, 1e9}, {1e9, 1e9}},
+                                           .patience = rig.patience,
+                                           .result_hook = {}});
+    resources.watch = resources.store->watch();
+  }
+  return std::make_unique<engine::Engine>(toy_units(), config, std::move(resources));
 }
 
 /// Trains beside the engine under test with everything on the host: what must come out.
