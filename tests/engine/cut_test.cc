@@ -111,7 +111,6 @@ TEST_P(Cut, ShowsASyncOfTheDeletionThatIsLeftOut) {
 }
 
 const std::vector<CutCase> kBlocking = {
-
     CutCase{.name = "linked", .placement = Placement::nvme, .store = "threads", .stride = 9},
     CutCase{.name = "linked_and_resident", .placement = Placement::half, .store = "threads", .stride = 9},
     CutCase{.name = "copied", .placement = Placement::half, .store = "memory"},
