@@ -31,10 +31,19 @@ from . import (
 )
 from .boundary import SchedulerState, keep
 from .extra import Extra
+from .transfer.asked import PLAIN, Asked
 
 if TYPE_CHECKING:
     from .engine import Engine
     from .imports import Taking
+
+
+class OfAnotherKind(_core.CheckpointError):
+    """A checkpoint that `load_checkpoint` opens with other arguments alone. `reason`: why this call does not."""
+
+    def __init__(self, reason: str, way_out: str):
+        super().__init__(f"{reason}; {way_out}")
+        self.reason = reason
 
 
 def save(
@@ -54,7 +63,9 @@ def save(
     engine._behind.wait("save_checkpoint")
     if not blocking:
         _save(engine, folder, client_state, engine._core.save_in_background)
-        engine._behind.begun(Path(folder), keep)
+        engine._behind.begun(Path(folder))
+        if keep is not None:
+            engine._behind.read_back(Path(folder), functools.partial(saving_behind.tidy, Path(folder), keep))
         return
     _save(engine, folder, client_state, engine._core.save)
     if keep is not None:
@@ -135,11 +146,14 @@ def _extra(engine: Engine, client_state: dict[str, Any] | None) -> dict[str, Any
     return extra
 
 
-def load(engine: Engine, folder: Any, unknown: dict[str, Any], fall_back: bool = False) -> dict[str, Any]:
-    """`fall_back`: `folder` has checkpoints in it; the newest that is whole is loaded."""
+def load(
+    engine: Engine, folder: Any, unknown: dict[str, Any], fall_back: bool = False, asked: Asked = PLAIN
+) -> dict[str, Any]:
+    """`fall_back`: `folder` has checkpoints in it; the newest that is whole is loaded. `asked`: what of it."""
     state.check_arguments("load_checkpoint", unknown)
     engine._behind.wait("load_checkpoint")
     if isinstance(folder, (list, tuple)):
+        _refuse_of_others(asked, "the parts of a model")
         return _load_parts(engine, [Path(given.path("load_checkpoint", each)) for each in folder], fall_back)
     folder = given.path("load_checkpoint", folder)
     engine._settle()
@@ -149,9 +163,18 @@ def load(engine: Engine, folder: Any, unknown: dict[str, Any], fall_back: bool =
     from . import imports  # not at start-up: few runs need it
 
     if imports.is_one(Path(folder)):
+        _refuse_of_others(asked, f"{folder}, which another system wrote,")
         return _take_over(engine, imports.taking_over(engine, Path(folder)))
     with _held(folder):
-        return _load_held(engine, folder)
+        return _load_held(engine, folder) if asked.is_plain else _transfer(engine, folder, asked)
+
+
+def _refuse_of_others(asked: Asked, what: str) -> None:
+    if not asked.is_plain:
+        raise TypeError(
+            f"overspill: load_checkpoint of {what} takes all of it: leave states, weights_only, only and rename out; "
+            "save a checkpoint then, which opens with them"
+        )
 
 
 def _load_parts(engine: Engine, folders: list[Path], fall_back: bool) -> dict[str, Any]:
@@ -189,6 +212,20 @@ def _held(folder: str) -> contextlib.AbstractContextManager[None]:
 
 def _load_held(engine: Engine, folder: str) -> dict[str, Any]:
     manifest = _core.manifest(folder)
+    try:
+        return _load_strictly(engine, folder, manifest)
+    except _core.CheckpointError as error:
+        from .transfer import advice  # not at start-up: few runs need it
+
+        if other := advice.for_strict_load(engine, manifest):
+            told = OfAnotherKind(str(error), other)
+            for note in getattr(error, "__notes__", ()):
+                told.add_note(note)
+            raise told from error
+        raise
+
+
+def _load_strictly(engine: Engine, folder: str, manifest: dict[str, Any]) -> dict[str, Any]:
     text = manifest["extra_json"]
     _check_packings(engine, folder, manifest)
     read = Extra.read(text, folder)
@@ -212,10 +249,42 @@ def _load_held(engine: Engine, folder: str) -> dict[str, Any]:
             raise
         _show_loaded(engine, buffers, read.buffers)
         engine.optimizer.restore_hyper_parameters({"groups": read.groups})
-        engine.global_steps, engine.micro_steps = read.global_steps, read.micro_steps
-        if len(read.random) == engine.world_size:
-            state.restore_random_states(read.random[engine.rank])
+        _restore_counts(engine, read)
     return read.client_state
+
+
+def _restore_counts(engine: Engine, read: Extra) -> None:
+    """And random states."""
+    engine.global_steps, engine.micro_steps = read.global_steps, read.micro_steps
+    if len(read.random) == engine.world_size:
+        state.restore_random_states(read.random[engine.rank])
+
+
+def _transfer(engine: Engine, folder: str, asked: Asked) -> dict[str, Any]:
+    from .transfer import taking  # not at start-up: few runs need it
+
+    with ranks.ByOne(engine._group, "load_checkpoint"):
+        found = taking.Transfer(engine, Path(folder), asked)
+        found.check()
+    with ranks.ByOne(engine._group, "load_checkpoint"):
+        found.read(engine.rank, engine.world_size)
+    with calls.Alone():
+        calls.start_update(engine._residency, "engine.load_checkpoint")
+        engine.optimizer.leave_states()
+        engine._residency.gradients.clear()  # they are of other weights
+        engine.micro_steps -= engine._begun()
+        if asked.takes_course:
+            after_scheduler(engine, found.extra.restore_scheduler, found.apply)
+        else:
+            found.apply()
+        _show_loaded(engine, {name: found.buffers[name] for name in found.values}, found.values)
+        if asked.takes_course:
+            engine.optimizer.restore_hyper_parameters({"groups": found.extra.groups})
+        if asked.goes_on:
+            _restore_counts(engine, found.extra)
+    if found.said and engine.rank == 0:
+        _warn(found.sentence)
+    return found.extra.client_state
 
 
 def _check_packings(engine: Engine, folder: str, manifest: dict[str, Any]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from . import checkpointing, exporting, given, ranks, retention, saving_behind
+from .transfer.asked import Asked
 
 
 class Saving:
@@ -87,11 +88,21 @@ class Saving:
         folder: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         fall_back: bool = False,
+        states: Literal["same", "converted", "new"] = "same",
+        weights_only: bool = False,
+        only: Sequence[str] | None = None,
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
         **unknown: Any,
     ) -> dict[str, Any]:
         """Restores everything that `save_checkpoint` took and returns its client_state, a dict. It is not DeepSpeed's
         pair: unpacking it raises TypeError. All ranks call it. Random states are restored if there are as many ranks as
         at the save, GPUs' states for as many GPUs as there are now.
+
+            engine.load_checkpoint("run/step-40")
+            engine.load_checkpoint("run/step-40", states="converted")  # from "format": "exact" to "compact", say
+            engine.load_checkpoint("run/step-40", states="new")  # AdamW before, Lion now
+            engine.load_checkpoint("base/step-9", weights_only=True, only=["encoder.*"])  # under a new head
+            engine.load_checkpoint("old/step-40", rename={"model": "net.backbone"})
 
         Args:
             folder: what `save_checkpoint` or `overspill train` wrote, with any number of ranks, stage and placement; or
@@ -99,13 +110,27 @@ class Saving:
                 a list of the parts of a model divided by tensor parallelism, which is whole here (docs/ranks.md)
             fall_back: `folder` contains checkpoints, whose names end with their steps. The newest whose bytes all fit
                 their checksums is loaded. A warning names the damaged ones, which are renamed NAME.damaged-1
+            states: "same" takes the optimizer's states, which have to be of this engine's optimizer and format.
+                "converted" takes those of another format too, exactly where this one can hold them. "new" begins them
+                anew, for another optimizer: hyper-parameters and the scheduler then stay this engine's
+            weights_only: weights and buffers alone: states begin anew, and counts, hyper-parameters, scheduler and
+                random states stay this engine's
+            only: names of parameters and buffers of this model, in which * stands for any text. All else stays as it
+                is, counts, hyper-parameters, scheduler and random states included
+            rename: prefixes of names there -> of names here, or a function from a name there to the name here
+
+        What `states`, `weights_only` and `only` do is said once, as a warning. With any of these four arguments each
+        rank reads all that is taken, twice, one parameter in memory at a time.
 
         Raises:
             FolderError: with fall_back, no checkpoint is there
-            CheckpointError: it is damaged, or of another model, optimizer or format; nothing is changed
+            CheckpointError: it is damaged, or of another model, optimizer or format, and none of the arguments says
+                what to do then; nothing is changed
             TypeError: an argument of DeepSpeed has no meaning here
+            ValueError: a value of an argument is none of those above
         """
-        return checkpointing.load(self, folder, unknown, fall_back)
+        asked = Asked.checked(states, weights_only, only, rename)
+        return checkpointing.load(self, folder, unknown, fall_back, asked)
 
     def save_pretrained(
         self,

@@ -37,10 +37,10 @@ _OF_DEEPSPEED = {
     "tag": "there are no tags: give each checkpoint a folder of its own",
     "save_latest": "Overspill writes no file `latest`: keep the name of the last folder in the script",
     "exclude_frozen_parameters": "a checkpoint has all parameters",
-    "load_module_strict": "names and shapes always have to fit",
-    "load_module_only": "for the weights alone use engine.load_state_dict, or initialize(checkpoint=DIR)",
-    "load_optimizer_states": "a checkpoint is loaded whole; for the weights alone use engine.load_state_dict",
-    "load_lr_scheduler_states": "a checkpoint is loaded whole; for the weights alone use engine.load_state_dict",
+    "load_module_strict": "only=[names] loads what both models have",
+    "load_module_only": "for the weights alone give weights_only=True",
+    "load_optimizer_states": 'give states="new", or weights_only=True',
+    "load_lr_scheduler_states": "weights_only=True leaves the scheduler as it is",
     "custom_load_fn": "a checkpoint is loaded whole; for the weights alone use engine.load_state_dict",
 }
 

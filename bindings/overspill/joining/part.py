@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from .. import _core, extra, lora, packed
+from .. import extra, lora, packed
 from .._core import CheckpointError
-from ..units import DTYPES
-
-_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-FLOATS = ("F16", "BF16", "F32")  # what a merge converts
+from ..opened import Opened
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A parameter of a part, or a buffer, which has a `value`. `states`: the components that hold its optimizer's
-    states."""
-
-    shape: tuple[int, ...]
-    dtype: str  # of safetensors
-    aliases: tuple[str, ...] = ()
-    value: torch.Tensor | None = None
-    optimizer: str = ""
-    states: tuple[str, ...] = ()
-    updates: int = 0
-    group: int = 0
-
-
-class Part:
+class Part(Opened):
     """Raises CheckpointError for what is no checkpoint, and for one whose weights alone are not the model's."""
 
     def __init__(self, folder: Path):
@@ -40,64 +19,9 @@ class Part:
             raise CheckpointError(
                 f"part {folder} is no folder; give folders that engine.save_checkpoint wrote"
             )
-        self.folder = folder
-        self._reader = _core.CheckpointParameters(folder)
-        manifest = self._reader.manifest()
-        self.step: int = manifest["step"]
-        self.extra_json: str = manifest["extra_json"]
+        super().__init__(folder)
         self.division = extra.division(self.extra_json, folder)
-        _refuse_adapters(folder, manifest)
-        self.tensors = _parameters(manifest)
-        self.parameters = len(self.tensors)
-        for name, value in extra.tensors(self.extra_json, folder).items():
-            self.tensors[name] = Stored(tuple(value.shape), DTYPES.get(value.dtype, ""), value=value)
-
-    def read(self, name: str, dtype: str) -> torch.Tensor:
-        """A weight in `dtype`, one that `dtype_of` gives, or a buffer as it is. Every byte is verified."""
-        stored = self.tensors[name]
-        if stored.value is not None:
-            return stored.value
-        tensor = torch.empty(stored.shape, dtype=_BY_NAME[dtype])
-        self._reader.read_weight(name, dtype, tensor.data_ptr(), tensor.nbytes)
-        return tensor
-
-    def exact(self, name: str) -> torch.Tensor:
-        """The master where there is one."""
-        return self.read(name, self.dtype_of(name, "F32"))
-
-    def state(self, name: str, component: str) -> torch.Tensor:
-        """A state of the optimizer in fp32."""
-        tensor = torch.empty(self.tensors[name].shape, dtype=torch.float32)
-        self._reader.read_state(name, component, tensor.data_ptr(), tensor.nbytes)
-        return tensor
-
-    def dtype_of(self, name: str, wanted: str) -> str:
-        """What a merge to `wanted` writes: a buffer, and what is no plain float, stay as they are."""
-        stored = self.tensors[name]
-        return wanted if stored.value is None and stored.dtype in FLOATS else stored.dtype
-
-
-def _parameters(manifest: Mapping[str, Any]) -> dict[str, Stored]:
-    found = {}
-    for unit in manifest["units"]:
-        states = _states(unit["optimizer"], unit["format"])
-        for segment in unit["segments"]:
-            found[segment["name"]] = Stored(
-                shape=tuple(segment["shape"]),
-                dtype=unit["dtype"],
-                aliases=tuple(segment["aliases"]),
-                optimizer=unit["optimizer"],
-                states=states,
-                updates=segment["step"],
-                group=segment["group"],
-            )
-    return found
-
-
-def _states(optimizer: str, format: str) -> tuple[str, ...]:
-    if not optimizer:  # frozen
-        return ()
-    return tuple(name for name, number, *_ in _core.optim.components(optimizer, format, 1) if number >= 0)
+        _refuse_adapters(folder, self.manifest)
 
 
 def _refuse_adapters(folder: Path, manifest: Mapping[str, Any]) -> None:

@@ -13,10 +13,11 @@ import torch
 from .. import exporting
 from .._core import CheckpointError
 from ..divided import Division, Placement
+from ..opened import Stored
 from ..pretrained import some
 from ..units import DTYPES
 from .joints import Joint, Misfit, Shape, equal_in_all
-from .part import Part, Stored
+from .part import Part
 from .rules import Rules, unknown_style
 from .styles import Whole, chunk_sizes, placed
 
