@@ -173,7 +173,8 @@ def test_other_updates_go_on_too(optimizer, form, size, bench, spilling, capsys,
     assert f" {form}: " in out and f"parameters of {size} bytes (hi 2, lo" in out
     bench.ok(capsys, *bench.train_args(twice, steps=3, **options))
     resume = ["train", "--out", twice, "--resume", "--steps", 6]
-    assert "--format exact differs from" in bench.fails(capsys, *resume, "--format", "exact")
+    message = bench.fails(capsys, *resume, "--format", "exact")
+    assert "--format exact differs from" in message and "or merge a checkpoint (overspill merge)" in message
     assert "--optimizer lion differs from" in bench.fails(capsys, *resume, "--optimizer", "lion")
     bench.ok(capsys, *resume)
     assert tiny.losses(once) == tiny.losses(twice)
@@ -330,6 +331,8 @@ def test_a_checkpoint_of_another_model_is_refused(bench, finished, capsys, tmp_p
         capsys, "train", "--out", out, "--steps", 3, "--resume", finished / "checkpoints/step-000008"
     )
     assert "model" in message and "weight" in message, message
+    assert "or merge that one (overspill merge), and start a new run with --model" in message
+    assert "load_checkpoint" not in message
     assert "no complete checkpoint" in bench.fails(capsys, "train", "--out", out, "--resume", bench.texts)
     assert tiny.tree(out) == before
 

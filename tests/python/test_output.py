@@ -56,10 +56,10 @@ def test_a_save_that_fails_ends_no_run_where_stderr_is_full(on_disk, tmp_path, c
 
     take, out = Session._take, tmp_path / "out"
 
-    def fails_at_first(self, path):
+    def fails_at_first(self, path, blocking):
         if self.loop.step == 1:
             raise OSError(28, os.strerror(28), str(path))
-        take(self, path)
+        take(self, path, blocking)
 
     monkeypatch.setattr(Session, "_take", fails_at_first)
     with contextlib.ExitStack() as stack, monkeypatch.context() as patch:

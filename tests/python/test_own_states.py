@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 import overspill
 from overspill import _core, tensor_file
+from overspill.retention import Keep
 
 pytestmark = pytest.mark.filterwarnings("ignore:overspill. the engine has no update")
 
@@ -208,7 +209,7 @@ def test_a_kill_leaves_the_checkpoint_before_whole(start, tmp_path, point, place
         assert (tmp_path / "step-000003.partial").is_dir()
         again.save_checkpoint(tmp_path / "step-000003")  # in place of what is left
     found.remove_leftovers()
-    found.prune(1)
+    found.prune(Keep(1))
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-000003"]
 
 

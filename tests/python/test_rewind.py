@@ -10,7 +10,9 @@ import pytest
 import tiny
 from checkpoint_scene import damage, whole
 
+from overspill import retention, saves
 from overspill.cli.checkpoints import Checkpoints
+from overspill.retention import Keep
 from overspill.saves import FolderError, disk_bytes, is_complete
 
 
@@ -104,7 +106,7 @@ def test_a_rewind_that_is_cut_short_is_finished_by_the_next_resume(cut, on_disk,
     assert f"going on from {out}/checkpoints/step-000003, step 3" in said, "the rewind is over"
 
 
-def killed(self):
+def killed(self, *_):
     raise RuntimeError("killed")
 
 
@@ -143,24 +145,22 @@ def test_a_run_that_is_done_names_the_checkpoint_that_it_went_on_from(on_disk, o
     assert names(out) == before and len(tiny.log(out)) == 6, "nothing was begun, so nothing is set aside"
 
 
-def damage_when_saved(monkeypatch, name):
-    from overspill.cli.session import Session
+def damage_when_read_back(monkeypatch, name):
+    read_back = retention.read_back
 
-    take = Session._take
-
-    def badly(self, path):
-        take(self, path)
+    def badly(path, progress=None):
         if path.name == name:
             damage(path)
+        read_back(path, progress)
 
-    monkeypatch.setattr(Session, "_take", badly)
+    monkeypatch.setattr(retention, "read_back", badly)
 
 
 def test_a_predecessor_goes_only_after_its_successor_was_read_back(on_disk, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
-    damage_when_saved(monkeypatch, "step-000002")
+    damage_when_read_back(monkeypatch, "step-000002")
     code, _, err = on_disk.main(capsys, *on_disk.run(out, steps=2, save_every=1, keep=1))
-    assert code == 1 and "the last save failed: read back, it was damaged" in err
+    assert code == 1 and "step-000002 was read back and is damaged, and is now " in err
     assert names(out) == ["step-000001", "step-000002.damaged-1"]
     assert whole(out / "checkpoints/step-000001")
     monkeypatch.undo()
@@ -168,17 +168,17 @@ def test_a_predecessor_goes_only_after_its_successor_was_read_back(on_disk, tmp_
     assert names(out) == ["step-000002", "step-000002.damaged-1"]
 
 
-def refused(self, *arguments):
-    raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.folder))
+def refused(*arguments):
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(arguments[0]))
 
 
 def test_a_damaged_save_that_cannot_be_set_aside_ends_no_run(on_disk, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
-    damage_when_saved(monkeypatch, "step-000002")
-    monkeypatch.setattr(Checkpoints, "set_aside", refused)
+    damage_when_read_back(monkeypatch, "step-000002")
+    monkeypatch.setattr(saves, "rename_aside", refused)
     code, _, err = on_disk.main(capsys, *on_disk.run(out, steps=2, save_every=1, keep=1))
-    assert code == 1 and "overspill train: error: the last save failed: read back, it was damaged" in err
-    assert "could not be set aside" in err and "move it away before --resume takes it" in err
+    assert code == 1 and "overspill train: error: the last save failed: " in err
+    assert "could not be set aside (Input/output error), so move it away" in err
     assert f"the newest checkpoint is {out}/checkpoints/step-000001" in err
     assert names(out) == ["step-000001", "step-000002"] and (out / "plot.png").exists()
 
@@ -187,22 +187,19 @@ def test_a_folder_of_checkpoints_that_cannot_be_listed_after_a_save_ends_no_run(
     on_disk, tmp_path, capsys, monkeypatch
 ):
     """Once the next error of a failing disk, after a whole save, ended what its own failure would not have."""
-    from overspill.cli.session import Session
+    out, saved = tmp_path / "out", Checkpoints.saved
 
-    take, out = Session._take, tmp_path / "out"
+    def fails_at_first(self):
+        if complete := [path for _, path in saved(self)]:
+            monkeypatch.setattr(Checkpoints, "saved", saved)
+            refused(complete[0])
+        return []
 
-    def then_fails(self, path):
-        take(self, path)
-        if self.loop.step == 1:
-            monkeypatch.setattr(Checkpoints, "saved", refused)
-        if self.loop.step == 2:
-            monkeypatch.undo()
-
-    monkeypatch.setattr(Session, "_take", then_fails)
-    code, _, err = on_disk.main(capsys, *on_disk.run(out, steps=2, save_every=1, keep=1))
+    monkeypatch.setattr(Checkpoints, "saved", fails_at_first)
+    code, _, err = on_disk.main(capsys, *on_disk.run(out, steps=3, save_every=1, keep=1))
     assert code == 0, err
     assert "older checkpoints stay: " in err and "Input/output error" in err
-    assert names(out) == ["step-000002"]
+    assert names(out) == ["step-000003"]
 
 
 def test_what_overspill_writes_is_known_to_be_its_own(straight):
@@ -256,7 +253,7 @@ def test_what_overspill_did_not_write_is_not_pruned_either(mine, tmp_path):
     (first / mine).write_text("mine")
     before = tiny.tree(first)
     with pytest.raises(FolderError, match=f"{first} is not removed: .*which Overspill did not write"):
-        checkpoints.prune(keep=1)
+        checkpoints.prune(Keep(1))
     assert tiny.tree(first) == before and third.is_dir() and not second.exists()
 
 
@@ -272,7 +269,7 @@ def test_nothing_is_removed_through_a_link(tmp_path):
         link.symlink_to(target)
     checkpoints.remove_leftovers()
     assert all(link.is_symlink() for link in links)
-    checkpoints.prune(keep=1)
+    checkpoints.prune(Keep(1))
     assert [link.is_symlink() for link in links] == [False, True, True], "the link of an old one goes"
     assert tiny.tree(elsewhere) == before
     assert (checkpoints.folder / "step-000002").is_dir(), "step 9 is no checkpoint that could replace it"

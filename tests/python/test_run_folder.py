@@ -352,7 +352,7 @@ def test_training_goes_on_when_a_save_finds_no_room(on_disk, tmp_path, capsys):
     on_disk.ok(capsys, *on_disk.run(straight, steps=5))
     with disks.small(tmp_path / "disk", "8m") as disk:
         hook = Filling(disk, first=2, last=4)
-        code, err = train(on_disk, capsys, disk / "out", hook, steps=5, save_every=1)
+        code, err = train(on_disk, capsys, disk / "out", hook, steps=5, save_every=1, blocking_saves=True)
         assert code == 0, err
         assert "the save at step 3 failed: " in err and "space" in err
         assert f"the last good checkpoint is {disk}/out/checkpoints/step-000002" in err
@@ -362,7 +362,9 @@ def test_training_goes_on_when_a_save_finds_no_room(on_disk, tmp_path, capsys):
 
 def test_a_run_whose_last_save_failed_says_so_with_its_exit_code(on_disk, tmp_path, capsys):
     with disks.small(tmp_path / "disk", "8m") as disk:
-        code, err = train(on_disk, capsys, disk / "out", Filling(disk, 2, 99), steps=4, save_every=2)
+        code, err = train(
+            on_disk, capsys, disk / "out", Filling(disk, 2, 99), steps=4, save_every=2, blocking_saves=True
+        )
         assert code == 1
         assert "the last save failed: " in err
         assert f"make room and go on with: overspill train --out {disk}/out --resume (" in err
@@ -379,7 +381,7 @@ def test_a_run_that_an_error_ends_says_what_going_on_needs(on_disk, tmp_path, ca
             raise RuntimeError("a GPU fell off the bus")
 
     out = tmp_path / "out"
-    code, err = train(on_disk, capsys, out, fails, steps=3, save_every=1)
+    code, err = train(on_disk, capsys, out, fails, steps=3, save_every=1, blocking_saves=True)
     assert code == 1 and "a GPU fell off the bus" in err
     assert f"the last good checkpoint is {out}/checkpoints/step-000002, go on with: overspill train" in err
     assert "going on with --resume reserves " in err.rpartition("--resume (")[2]
@@ -445,7 +447,7 @@ def test_what_ended_a_run_is_not_hidden_by_the_disk_of_its_folder(on_disk, tmp_p
         return step(self)
 
     monkeypatch.setattr(Loop, "train_step", fails)
-    message = on_disk.fails(capsys, *on_disk.run(out, steps=2, save_every=1))
+    message = on_disk.fails(capsys, *on_disk.run(out, steps=2, save_every=1, blocking_saves=True))
     monkeypatch.undo()
     assert "the engine has failed" in message and "Input/output error" not in message
     assert f"the last good checkpoint is {out}/checkpoints/step-000001, go on with: " in message
@@ -457,8 +459,8 @@ def test_a_run_that_went_well_ends_well_whatever_became_of_its_log(on_disk, tmp_
 
     out, take = tmp_path / "out", Session._take
 
-    def and_harm(self, path):
-        take(self, path)
+    def and_harm(self, path, blocking):
+        take(self, path, blocking)
         log = out / "log.jsonl"
         log.write_bytes(b"\xff\n" + log.read_bytes())
 

@@ -73,12 +73,12 @@ class Checkpoints:
         incomplete = [path for _, path in self.saved() if not is_complete(path)]
         saves.remove_all([path for path in (*partial, *incomplete) if not path.is_symlink()])
 
-    def prune(self, keep: int) -> None:
-        """Removes what is older than the newest `keep` complete ones of the branch; of a link the link alone. Raises
-        FolderError, when all else is done, for those that hold something that Overspill did not write, or cannot be
-        removed."""
+    def prune(self, keep: Keep) -> None:
+        """Removes what is older than the newest complete ones of the branch, but for those that `keep` keeps; of a link
+        the link alone. Raises FolderError, when all else is done, for those that hold something that Overspill did not
+        write, or cannot be removed."""
         saved = self.saved()
-        outdated = Keep(keep).outdated([step for step, _ in self.complete()], [step for step, _ in saved])
+        outdated = keep.outdated([step for step, _ in self.complete()], [step for step, _ in saved])
         saves.remove_all([path for step, path in saved if step in outdated])
 
     def add_model_files(self, path: Path, model: Path) -> None:

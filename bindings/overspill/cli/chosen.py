@@ -320,6 +320,19 @@ def _numbers(config: Config) -> dict[str, Any]:
     return json.loads(json.dumps(config.shared()))
 
 
+_OF_STATES = ("optimizer", "format", "dtype")  # what an update is, and how it is held
+
+
+def _other_states(name: str) -> str:
+    """How to train on with another one; empty for a setting that has nothing to do with it."""
+    if name not in _OF_STATES:
+        return ""
+    return (
+        "; or merge a checkpoint (overspill merge), and start a new run with --model and the merged folder: its "
+        "states begin anew"
+    )
+
+
 def _check_unchanged(chosen: Chosen, stored: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises CliError where what decides the numbers differs from what the run began with."""
     advice = "leave it out to go on, or start a new run in another --out"
@@ -330,7 +343,7 @@ def _check_unchanged(chosen: Chosen, stored: dict[str, Any], now: dict[str, Any]
         if name in now:
             raise CliError(
                 f"{option(name)} {_shown(name, now[name])} differs from {began[name]}, with which the run "
-                f"began; {advice}"
+                f"began; {advice}{_other_states(name)}"
             )
         if began[name] is not None and chosen.origins[name] == "default":
             raise CliError(
@@ -340,8 +353,8 @@ def _check_unchanged(chosen: Chosen, stored: dict[str, Any], now: dict[str, Any]
         if began[name] is not None:
             raise CliError(
                 f"{key_of(name)} = {after[name]!r} in {chosen.file and chosen.file.path} differs from "
-                f"{began[name]!r}, with "
-                "which the run began; restore it to go on, or start a new run in another --out"
+                f"{began[name]!r}, with which the run began; restore it to go on, or start a new run in another --out"
+                f"{_other_states(name)}"
             )
     if chosen.settings.schedule != "constant" and _length(after) != _length(began):
         raise CliError(
@@ -352,7 +365,6 @@ def _check_unchanged(chosen: Chosen, stored: dict[str, Any], now: dict[str, Any]
     for key, before in stored.get("numbers", numbers).items():
         if numbers.get(key) != before:
             raise CliError(
-                f"the configuration's {key} = {numbers.get(key)!r} differs from {before!r}, with which the "
-                "run began; "
-                "restore it to go on, or start a new run in another --out"
+                f"the configuration's {key} = {numbers.get(key)!r} differs from {before!r}, with which the run began; "
+                f"restore it to go on, or start a new run in another --out{_other_states(key)}"
             )

@@ -90,8 +90,8 @@ class Ranks:
                 raise CliError(f"rank {number} failed: {text}")
 
     def while_others_wait(self, act: Callable[[], Any]) -> Any:
-        """What `act` returns or raises. The others wait in `wait_for_first` and hear from time to time that this goes
-        on: a collective that nobody joins for long is taken for a rank that is gone."""
+        """What `act` returns or raises. The others ask the first one meanwhile, `of_first`, and hear True from time to
+        time: a collective that nobody joins for long is taken for a rank that is gone."""
         if self.group is None:
             return act()
         outcome: dict[str, Any] = {}
@@ -112,12 +112,8 @@ class Ranks:
             raise outcome["error"]
         return outcome["value"]
 
-    def wait_for_first(self) -> None:
-        """Until the first rank says `over`."""
-        while self.of_first(None):
-            pass
-
     def over(self) -> None:
+        """Ends what the others wait for."""
         self.of_first(False)
 
 

@@ -4,46 +4,70 @@ tries again."""
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from overspill import saves
 from overspill.cli.common import describe
 from overspill.cli.output import warn
 from overspill.cli.run_folder import RunFolder
+from overspill.cli.save_orders import SaveOrders, failures
 from overspill.cli.settings import Settings
 from overspill.folders import FolderError
-
-
-def failures() -> tuple[type[Exception], ...]:
-    """What a save raises that failed, and after which the run goes on."""
-    from overspill import CheckpointError, StoreError
-
-    return OSError, StoreError, CheckpointError
+from overspill.retention import Keep
 
 
 class Saver:
-    """Takes the checkpoints of one process. `add_files` adds to one what merge needs beside the weights; `at_length`
-    calls what takes long. `on_the_way`: steps may follow a save. `base` is the checkpoint that the process went on
-    from, at `step`, if there is one."""
+    """Takes the checkpoints of one run, on its first rank; one is under way at a time. `note` is told the step of each
+    that is whole, `add_files` adds to it what merge needs beside the weights, `say` takes a line for people.
+    `on_the_way`: steps may follow a save. `base` is the checkpoint that the process went on from, at `step`, if there
+    is one."""
 
     def __init__(
         self,
         folder: RunFolder,
         settings: Settings,
-        take: Callable[[Path], None],
+        orders: SaveOrders,
+        note: Callable[[int], None],
         add_files: Callable[[Path], None],
-        at_length: Callable[[Callable[[], Any]], Any],
+        say: Callable[[str], None],
         on_the_way: bool,
         base: Path | None,
         step: int,
     ):
         self.folder, self.settings = folder, settings
-        self._take, self._add, self._at_length, self._on_the_way = take, add_files, at_length, on_the_way
+        self._orders, self._note, self._add, self._say = orders, note, add_files, say
+        self._on_the_way, self._keep = on_the_way, Keep(settings.keep, settings.keep_every)
         self.newest, self._step = base, step if base else None
         self.failure: str | None = None  # of the last save
+        self.under_way: int | None = None  # the step of a save that was begun
         self._last = time.monotonic()
+        self._stalled = 0.0
 
-    def due(self, step: int) -> bool:
+    def attend(self, step: int) -> None:
+        """Between two steps: ends a save that is whole by now, begins one that is due."""
+        if self.under_way is not None and not self._orders.is_under_way():
+            self._timed(self._end)
+        if self._is_due(step):
+            self._timed(lambda: self._save(step, self.settings.blocking_saves, prune=True))
+
+    def finish(self, step: int, prune: bool) -> None:
+        """After the last step: there is a whole checkpoint of it when this returns, unless stderr says why not.
+        `prune`: older ones may go."""
+        if not prune:
+            self._orders.leave()
+        self._save(step, True, prune)
+
+    def stall_seconds(self) -> float:
+        """How long training stood still for saves, since this was last asked."""
+        stalled, self._stalled = self._stalled, 0.0
+        return stalled
+
+    def add_missing_files(self) -> None:
+        """For a checkpoint of this run whose save was cut short after its manifest was written."""
+        if self.newest is None or self.newest.parent != self.folder.checkpoints.folder:
+            return
+        if self.folder.checkpoints.lacks_files(self.newest, self.settings.lora_rank is not None):
+            self._add_files()
+
+    def _is_due(self, step: int) -> bool:
         every, minutes = self.settings.save_every, self.settings.save_minutes
         if not self._on_the_way:
             return False
@@ -51,79 +75,82 @@ class Saver:
             return True
         return bool(minutes) and time.monotonic() - self._last >= 60 * minutes
 
-    def save(self, step: int, prune: bool = True) -> bool:
-        """A checkpoint of this step, unless there is one. Returns False if the save failed: stderr then says why,
-        and the older checkpoints are untouched. `prune`: the oldest may go, once every byte of the new one was read
-        back."""
+    def _timed(self, act: Callable[[], None]) -> None:
+        began = time.monotonic()
+        act()
+        self._stalled += time.monotonic() - began
+
+    def _save(self, step: int, blocking: bool, prune: bool) -> None:
+        """A checkpoint of this step, unless there is one. Nothing is deleted on the word of a write: what replaces it
+        is read back first."""
+        self._end()
         if step == self._step:
-            return True
+            return
         self._last = time.monotonic()
         path = self.folder.checkpoints.path(step)
+        tidy = (lambda: self._prune(path)) if prune and self._outdates(step) else None
         try:
             self.folder.sync_log()
-            self._take(path)
+            self._orders.begin(path, blocking, tidy)
         except failures() as error:
-            return self._failed(step, describe(error).text)
-        before, self.newest, self._step, self.failure = self.newest, path, step, None
-        self._tidy(
-            "not all that merge needs was added to it; the next process of the run adds it", self._add_files
-        )
-        return not (prune and self._too_many()) or self._prune(step, before)
-
-    def add_missing_files(self) -> None:
-        """For a checkpoint of this run whose save was cut short after its manifest was written."""
-        if self.newest is None or self.newest.parent != self.folder.checkpoints.folder:
+            self._failed(step, describe(error).text)
             return
-        if self.folder.checkpoints.lacks_files(self.newest, self.settings.lora_rank is not None):
-            self._tidy("not all that merge needs was added to it", self._add_files)
+        self.under_way = step
+        if blocking:
+            self._end()
+
+    def _end(self) -> None:
+        """Of the save that was begun, if there is one: waits for it."""
+        step, self.under_way = self.under_way, None
+        if step is None:
+            return
+        try:
+            said = self._orders.end()
+        except failures() as error:
+            self._failed(step, describe(error).text)
+            return
+        self.newest, self._step, self.failure = self.folder.checkpoints.path(step), step, None
+        self._note(step)
+        self._add_files()
+        for text in said:
+            _warn(text)
+        self._say(f"saved {self.newest.name}")
 
     def _add_files(self) -> None:
-        self._add(self.newest)
-
-    def _too_many(self) -> bool:
-        """False where nobody can tell: the next save looks again."""
-        found: list[tuple[int, Path]] = []
-        self._tidy("older checkpoints stay", lambda: found.extend(self.folder.checkpoints.saved()))
-        return len(found) > self.settings.keep
-
-    def _prune(self, step: int, before: Path | None) -> bool:
-        """Nothing is deleted on the word of a write: what replaces it is read back first. `before` is the checkpoint
-        before this one."""
-        from overspill import tensor_file
-
         newest = self.newest
         assert newest is not None
         try:
-            self._at_length(lambda: tensor_file.verify(newest))
-        except failures() as error:
-            fate = self._set_aside(self.newest)
-            self.newest, self._step = before, None
-            return self._failed(step, f"read back, it was damaged, and {fate}: {describe(error).text}")
-        saves.note_verified(newest)
-        self._tidy("older checkpoints stay", lambda: self.folder.checkpoints.prune(self.settings.keep))
-        return True
-
-    def _set_aside(self, damaged: Path) -> str:
-        """What became of it, in words."""
-        try:
-            return f"is now {self.folder.checkpoints.set_aside(damaged, 'damaged')}"
-        except OSError as error:
-            return (
-                f"could not be set aside ({describe(error).text}), so move it away before --resume takes it"
+            self._add(newest)
+        except (OSError, FolderError) as error:  # the checkpoint is whole
+            _warn(
+                f"checkpoint {newest}: not all that merge needs was added to it; the next process of the run adds it: "
+                f"{describe(error).text}"
             )
 
-    def _failed(self, step: int, reason: str) -> bool:
+    def _outdates(self, step: int) -> bool:
+        """Whether others may go once there is one of this step. False where nobody can tell: the next save looks
+        again."""
+        checkpoints = self.folder.checkpoints
+        try:
+            complete = [number for number, _ in checkpoints.complete()]
+            saved = [number for number, _ in checkpoints.saved()]
+        except OSError as error:
+            _warn(f"checkpoint {checkpoints.path(step)}: older checkpoints stay: {describe(error).text}")
+            return False
+        return bool(self._keep.outdated([*complete, step], saved))
+
+    def _prune(self, path: Path) -> list[str]:
+        """What is to be said."""
+        try:
+            self.folder.checkpoints.prune(self._keep)
+        except (OSError, FolderError) as error:
+            return [f"checkpoint {path}: older checkpoints stay: {describe(error).text}"]
+        return []
+
+    def _failed(self, step: int, reason: str) -> None:
         self.failure = reason
         kept = f"the last good checkpoint is {self.newest}" if self.newest else "there is no checkpoint yet"
         _warn(f"the save at step {step} failed: {reason}; {kept}")
-        return False
-
-    def _tidy(self, otherwise: str, act: Callable[[], None]) -> None:
-        """The checkpoint is whole whatever becomes of `act`."""
-        try:
-            act()
-        except (OSError, FolderError) as error:
-            _warn(f"checkpoint {self.newest}: {otherwise}: {describe(error).text}")
 
 
 def _warn(text: str) -> None:

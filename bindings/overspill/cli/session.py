@@ -15,7 +15,8 @@ from overspill.cli.output import say, warn
 from overspill.cli.ranks import Ranks, SharedStop, on_this_machine
 from overspill.cli.recorder import Board, Recorder, boards
 from overspill.cli.run_folder import SAVED, RunFolder
-from overspill.cli.saving import Saver, failures
+from overspill.cli.save_orders import SaveOrders
+from overspill.cli.saving import Saver
 from overspill.cli.settings import FIELDS, option
 from overspill.extras import MissingExtra
 from overspill.ranks import tell
@@ -86,7 +87,9 @@ class Session:
         self.stop = SharedStop(stop, ranks)
         batches = data.Batches(training, settings.batch, settings.seed)
         self.loop = Loop(self.engine, optimizer, batches, settings, self.steps, self.stop, digest, ranks)
+        self.orders = SaveOrders(ranks, self._take, self.engine._behind)
         self.saver: Saver | None = None  # of the first rank
+        self._show = say  # beside the bar, where there is one
         self._adapter: dict[str, Any] = {}
 
     def _end_others(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -163,11 +166,23 @@ class Session:
     def begin(self) -> None:
         """Loads the checkpoint, if there is one, and makes the run's folder: until here nothing of it was touched."""
         if self.base is not None:
-            self.loop.restore(self.engine.load_checkpoint(str(self.base)), self.base)
+            self.loop.restore(self._load(self.base), self.base)
             self._hold_adapter()
         with self.ranks.all_or_none():
             if self.ranks.first:
                 self._begin_folder()
+
+    def _load(self, checkpoint: Path) -> dict[str, Any]:
+        from overspill.checkpointing import OfAnotherKind
+
+        try:
+            return self.engine.load_checkpoint(checkpoint)
+        except OfAnotherKind as error:
+            reason = error.reason.removeprefix("overspill: ")
+            raise CliError(
+                f"{reason}. Go on from one of this run's own (--resume alone: the newest); or merge that one "
+                "(overspill merge), and start a new run with --model and the merged folder"
+            ) from error
 
     def _begin_folder(self) -> None:
         self._check_room()
@@ -181,9 +196,10 @@ class Session:
         self.saver = Saver(
             self.folder,
             self.settings,
-            self._take,
+            self.orders,
+            self._note_saved,
             self._add_files,
-            self.ranks.while_others_wait,
+            lambda line: self._show(line),
             self._saves_on_the_way,
             self.base,
             self.loop.step,
@@ -197,12 +213,13 @@ class Session:
         self.old_log = self.folder.begin_anew(self.run)
 
     def _check_room(self) -> None:
-        saved = min(len(self.folder.checkpoints.complete()), self.settings.keep)
+        kept = self.settings.kept(self.steps)
+        saved = min(len(self.folder.checkpoints.complete()), kept)
         plan, stats, settings = self.engine._core.plan.as_dict(), self.engine.stats(), self.settings
         model = Path(settings.model)
         ranks = (on_this_machine(), self.ranks.world)
-        kept = (settings.keep, self._saves_on_the_way, saved)
-        self.room = room.reserved(plan, stats, model, self.folder.path, *kept, *ranks)
+        of_checkpoints = (kept, self._saves_on_the_way, saved)
+        self.room = room.reserved(plan, stats, model, self.folder.path, *of_checkpoints, *ranks)
         self.room.check()
 
     def _say_how(self, aside: list[Path]) -> None:
@@ -233,7 +250,10 @@ class Session:
         times = [f"every {every} steps"] * bool(every) + [f"every {minutes:g} minutes"] * bool(minutes)
         if not self._saves_on_the_way:
             times = []
-        return f"saves {', '.join([*times, 'at the end'])}; keeps {self.settings.keep}"
+        kept = [str(self.settings.keep)]
+        if self.settings.keep_every:
+            kept.append(f"those of every {self.settings.keep_every} steps")
+        return f"saves {', '.join([*times, 'at the end'])}; keeps {' and '.join(kept)}"
 
     @property
     def _saves_on_the_way(self) -> bool:
@@ -260,6 +280,7 @@ class Session:
                 f"larger {name} to go on"
             )
         with self.stop.listening(), self._display(Display) as display:
+            self._show = display.say if self.ranks.first else say
             if self.loop.step == 0:
                 self._measure("before", display)
                 hook(self.loop)
@@ -269,16 +290,18 @@ class Session:
                     record = self.loop.train_step()
                 if record is None:
                     break
-                if self.ranks.first:
+                if self.saver is not None:
+                    record["save_seconds"] = self.saver.stall_seconds()
                     self._tell(record, display, shown)
-                if self._is_due():
-                    self._save()
+                if not self.reached:
+                    self._save(lambda saver: saver.attend(self.loop.step))
                 hook(self.loop)
                 if self._measures_now():
                     self._measure(f"at step {self.loop.step}", display)
             recorder.finish(self.loop.steps_here)
             if self.loop.step > 0:
-                self._save(prune=not self.stop)
+                self._save(lambda saver: saver.finish(self.loop.step, prune=not self.stop))
+            self._show = say
             if not self._stops():
                 self._measure("after", display)
                 hook(self.loop)
@@ -307,30 +330,21 @@ class Session:
         for board in shown:
             board(record)
 
-    def _is_due(self) -> bool:
-        due = self.saver is not None and self.saver.due(self.loop.step)
-        return bool(self.ranks.of_first(due)) and not self.reached
-
-    def _save(self, prune: bool = True) -> None:
+    def _save(self, act: Callable[[Saver], None]) -> None:
         """The first rank decides whether there is something to save, and the others make the save with it."""
         if self.saver is None:
-            if self.ranks.of_first(None):
-                with contextlib.suppress(*failures()):  # which the first rank tells
-                    self._take_part(self.folder.checkpoints.path(self.loop.step))
-                self.ranks.wait_for_first()
+            self.orders.follow()
             return
-        self.saver.save(self.loop.step, prune)
-        self.ranks.over()
+        act(self.saver)
+        self.orders.over()
 
-    def _take(self, path: Path) -> None:
-        self.ranks.of_first(True)
-        self._take_part(path)
-        self.run[SAVED] = self.loop.step
-        self._attempt("run.json", lambda: self.folder.write(self.run))
-
-    def _take_part(self, path: Path) -> None:
-        self.engine.save_checkpoint(str(path), client_state=self.loop.state())
+    def _take(self, path: Path, blocking: bool) -> None:
+        self.engine.save_checkpoint(str(path), client_state=self.loop.state(), blocking=blocking)
         self._hold_adapter()
+
+    def _note_saved(self, step: int) -> None:
+        self.run[SAVED] = step
+        self._attempt("run.json", lambda: self.folder.write(self.run))
 
     def _hold_adapter(self) -> None:
         """Copies of an adapter's exact weights, of which all ranks have parts."""

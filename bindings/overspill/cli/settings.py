@@ -70,6 +70,8 @@ class Settings:
     save_every: int = _field(0, fixed=False, key=None, least=0)
     save_minutes: float = _field(30.0, fixed=False, key=None, least=0)
     keep: int = _field(1, fixed=False, key="engine.checkpoints_kept", least=0)
+    keep_every: int | None = _field(None, fixed=False, key=None, least=1)
+    blocking_saves: bool = _field(False, fixed=False, key=None)
     eval_every: int = _field(0, fixed=False, key=None, least=0)
     eval_batches: int = _field(16, fixed=False, key=None, least=0)
     cache: str | None = _field(None, fixed=False, key=None)
@@ -84,6 +86,10 @@ class Settings:
         if self.epochs is None:
             return self.steps or STEPS
         return max(1, math.ceil(self.epochs * sequences / (self.batch * self.accumulate * ranks)))
+
+    def kept(self, step: int) -> int:
+        """How many checkpoints are there, at most, after so many steps."""
+        return self.keep + (step // self.keep_every if self.keep_every else 0)
 
     def learning_rate(self, step: int, steps: int) -> float:
         """Of the step that comes after `step` finished ones, of `steps` in all: linear warm-up, then constant, or down

@@ -188,6 +188,12 @@ def _add_saves(parser: argparse.ArgumentParser) -> None:
         f"{default_text('save_minutes')}",
     )
     add("--keep", type=positive, metavar="N", help=f"newest checkpoints that are kept {default_text('keep')}")
+    add("--keep-every", type=positive, metavar="STEPS", help="also keep those whose step is a multiple of it")
+    add(
+        "--blocking-saves",
+        action=argparse.BooleanOptionalAction,
+        help="training stands still until a checkpoint is whole; without it, it goes on meanwhile",
+    )
 
 
 def _add_looks(parser: argparse.ArgumentParser) -> None:
@@ -311,5 +317,9 @@ def _checkpoint(folder: RunFolder, resume: str | None, stored: dict[str, Any] | 
 
 def _last_good(session: Session) -> str:
     """Of what the run knows: to look at a disk that failed would hide why the run ended, or hang."""
-    newest = session.saver.newest if session.saver else None
-    return f"; the last good checkpoint is {newest}, {session.go_on}" if newest else ""
+    saver = session.saver
+    if saver is None:
+        return ""
+    known = [f"the last good checkpoint is {saver.newest}"] if saver.newest else []
+    known += [f"the save at step {saver.under_way} was under way"] if saver.under_way else []
+    return f"; {'; '.join(known)}, {session.go_on}" if known else ""
