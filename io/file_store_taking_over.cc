@@ -3,10 +3,13 @@
 // Link counts say who may have a slab: it is taken if the given folders account for all of its names, so that
 // no checkpoint which nobody told of, no copy by links, no save that was cut off and no other run has bytes
 // in it. Of two runs that take one slab at the same time, at least one sees a name too many, and leaves it.
+#include <fcntl.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <set>
+#include <string>
+#include <system_error>
 #include <utility>
 
 #include "io/checksum.h"
@@ -29,13 +32,16 @@ struct FileStore::LeftSlab {
     std::set<size_t> folders;  // that have it
   };
   struct Name {
-    size_t folder;
+    size_t folder;  // whose share stands for it
     std::filesystem::path path;
   };
   FileLook look;
-  std::vector<Name> names;
+  std::map<std::pair<FileId, std::string>, Name>
+      names;                        // by the folder that has it: however often it is named
   std::map<int64_t, Range> ranges;  // by offset
   bool agree = true;                // all that name a range there mean the same
+
+  const std::filesystem::path& first() const { return names.begin()->second.path; }
 
   std::string refusal() const {
     if (!look.own_regular) return "it is no file of this user's alone";
@@ -62,9 +68,29 @@ struct FileStore::LeftSlab {
   }
 };
 
+namespace {
+
+/// For each, the first that has the same mark: a folder that is named twice, by whatever path, and copies by
+/// hard links have one share, since its life is the mark's.
+std::vector<size_t> by_mark(std::span<const KeptSlabs> kept) {
+  std::vector<size_t> first(kept.size());
+  std::map<FileId, size_t> known;
+  for (size_t i = 0; i < kept.size(); ++i) {
+    const auto mark = kept[i].mark.empty() ? std::nullopt : look_at(kept[i].folder / kept[i].mark);
+    first[i] = mark ? known.emplace(mark->id, i).first->second : i;
+  }
+  return first;
+}
+
+}  // namespace
+
 std::map<FileId, FileStore::LeftSlab> FileStore::left_slabs(std::span<const KeptSlabs> kept) {
   std::map<FileId, LeftSlab> slabs;
+  const std::vector<size_t> share = by_mark(kept);
   for (size_t i = 0; i < kept.size(); ++i) {
+    std::error_code unreadable;
+    const auto folder = look_at(std::filesystem::canonical(kept[i].folder, unreadable));
+    if (unreadable || !folder) continue;
     std::map<std::string, LeftSlab*> by_name;
     for (const KeptRange& range : kept[i].ranges) {
       auto [known, is_new] = by_name.emplace(range.file, nullptr);
@@ -73,7 +99,7 @@ std::map<FileId, FileStore::LeftSlab> FileStore::left_slabs(std::span<const Kept
         if (const auto look = look_at(path)) {
           LeftSlab& slab = slabs[look->id];
           slab.look = *look;
-          slab.names.push_back({i, path});
+          slab.names.emplace(std::pair(folder->id, range.file), LeftSlab::Name{share[i], path});
           known->second = &slab;
         }
       }
@@ -83,7 +109,7 @@ std::map<FileId, FileStore::LeftSlab> FileStore::left_slabs(std::span<const Kept
         found->second.bytes = range.bytes;
         found->second.checksums = range.checksums;
       }
-      found->second.folders.insert(i);
+      found->second.folders.insert(share[i]);
       known->second->agree = known->second->agree && found->second.bytes == range.bytes &&
                              std::ranges::equal(found->second.checksums, range.checksums);
     }
@@ -103,6 +129,15 @@ TakenOver FileStore::take_over(std::span<const KeptSlabs> kept) {
   TakenOver taken;
   taken.folders.resize(kept.size());
   const MutexLock lock(grow_mutex_);
+  // After a power cut a folder whose removal is not on the disk would be there again, with bytes that were
+  // given to others: link counts mean nothing before.
+  for (const Lane& lane : lanes_) {
+    const UniqueFd folder(::open(lane.folder.path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    if (!folder || sync_file_system(watch_.get(), folder.get(), lane.path) != 0) {
+      taken.left.push_back(fmt::format("{}: its file system cannot be synced", lane.path));
+      return taken;
+    }
+  }
   for (auto& [id, slab] : left_slabs(kept)) {
     std::string why = slab.refusal();
     if (why.empty()) {
@@ -113,7 +148,7 @@ TakenOver FileStore::take_over(std::span<const KeptSlabs> kept) {
         why = error.error().cause();
       }
     }
-    if (!why.empty()) taken.left.push_back(fmt::format("{}: {}", slab.names.front().path.string(), why));
+    if (!why.empty()) taken.left.push_back(fmt::format("{}: {}", slab.first().string(), why));
   }
   for (TakenOver::Folder& folder : taken.folders) {
     if (folder.share && folder.extents.empty()) shares_.end(*std::exchange(folder.share, std::nullopt));
@@ -123,7 +158,7 @@ TakenOver FileStore::take_over(std::span<const KeptSlabs> kept) {
 
 void FileStore::take_slab(LeftSlab& slab, const FileId& id, std::span<const KeptSlabs> kept,
                           TakenOver& taken) {
-  const std::filesystem::path& outside = slab.names.front().path;
+  const std::filesystem::path& outside = slab.first();
   const auto lane = lane_on(id.device);
   if (!lane) {
     throw StoreError({.kind = ErrorKind::unsupported,
@@ -132,7 +167,7 @@ void FileStore::take_slab(LeftSlab& slab, const FileId& id, std::span<const Kept
                       .detail = "it lies on none of the run's NVMe folders' file systems"});
   }
   // Without its mark a folder could go, or be copied, and nobody would notice.
-  for (const LeftSlab::Name& name : slab.names)
+  for (const auto& [place, name] : slab.names)
     share_of(kept[name.folder], taken.folders[name.folder], *lane);
   const auto number = static_cast<uint32_t>(slab_count());
   SlabFile file = lanes_[*lane].folder.link_slab(number, outside, id, std::ssize(slab.names), watch_.get());
@@ -143,7 +178,7 @@ void FileStore::take_slab(LeftSlab& slab, const FileId& id, std::span<const Kept
     const MutexLock slabs_lock(slabs_mutex_);
     space_.add_slab(static_cast<int>(*lane), bytes);
     slabs_.push_back({std::move(file), *lane});
-    for (const LeftSlab::Name& name : slab.names)
+    for (const auto& [place, name] : slab.names)
       shares_.add(*taken.folders[name.folder].share, slabs_.back().file, name.path);
   }
   for (const auto& [offset, range] : slab.ranges) {

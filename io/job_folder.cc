@@ -34,7 +34,9 @@ namespace {
 constexpr std::string_view kFolderPrefix = "overspill-";
 constexpr mode_t kFolderMode = 0700;
 constexpr const char* kLockName = "lock";
-constexpr auto kAMoment = std::chrono::seconds(1);  // for whoever takes a lock to say in it what for
+constexpr auto kAMoment = std::chrono::seconds(1);     // for whoever takes a lock to say in it what for
+constexpr auto kWord = std::chrono::milliseconds(20);  // from the lock to that word
+constexpr auto kRemoval = std::chrono::seconds(60);    // of slabs, by another run
 constexpr mode_t kOwnerOnly = 0600;
 
 StoreError invalid_job(const std::string& job) {
@@ -112,6 +114,18 @@ bool is_for_its_owner_alone(int folder) {
   return ::fstat(folder, &info) == 0 && (info.st_mode & 0777) == kFolderMode;
 }
 
+// False while a run lives there. Another run that removes the folder just now is waited for: until its slabs
+// have lost their names here, nobody can go on in them (taking_over.h).
+bool take_dead(int lock) {
+  const auto begun = std::chrono::steady_clock::now();
+  while (::flock(lock, LOCK_EX | LOCK_NB) != 0) {
+    const auto waited = std::chrono::steady_clock::now() - begun;
+    if (waited > (read_text(lock) == kRemoving ? kRemoval : kWord)) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
 // A killed run cannot clean up after itself, and its job name may never come again. Its lock is free, though:
 // whoever gets it owns what lies there. A folder without a lock belongs to a run that is just starting.
 void remove_dead_run(int base, const std::filesystem::path& path) {
@@ -130,7 +144,7 @@ void remove_dead_run(int base, const std::filesystem::path& path) {
   // A folder of the user's that only begins like ours is as empty, but was hardly made for its owner alone.
   if (!lock && errno == ENOENT && is_for_its_owner_alone(folder.get()))
     ::unlinkat(base, name.c_str(), AT_REMOVEDIR);
-  if (!lock || ::flock(lock.get(), LOCK_EX | LOCK_NB) != 0) return;
+  if (!lock || !take_dead(lock.get())) return;
   if (!same_regular_file(lock.get(), folder.get(), kLockName)) return;
   const LockHolder holder = LockHolder::parse(read_text(lock.get()));
   if (!surely_dead(lock.get(), holder)) {
@@ -155,6 +169,13 @@ void warn_of_open_base(int base, const std::filesystem::path& path) {
       fmt::format("every user may rename and remove what lies in {} (mode {:04o}): chmod +t, or a folder "
                   "of your own, keeps a run's files safe",
                   path.string(), info.st_mode & 07777));
+}
+
+// Beyond this limit the kernel would send SIGXFSZ, which ends the process.
+bool beyond_limit(int64_t file_bytes) {
+  rlimit limit{};
+  return ::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
+         static_cast<uint64_t>(file_bytes) > limit.rlim_cur;
 }
 
 int reserve_space(StallWatch* watch, const SlabFile& slab, int64_t bytes) {
@@ -305,12 +326,7 @@ SlabFile JobFolder::create_slab(uint32_t number, int64_t bytes, int64_t wanted_b
                                            wanted_bytes, bytes, available_bytes());
     return system_error(os_error, Operation::reserve, slab.path, detail);
   };
-  rlimit limit{};
-  // Beyond this limit the kernel would send SIGXFSZ, which ends the process.
-  if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
-      static_cast<uint64_t>(bytes) > limit.rlim_cur) {
-    throw fail(EFBIG);
-  }
+  if (beyond_limit(bytes)) throw fail(EFBIG);
   // Without O_DIRECT, which zeros may have to be written without.
   const std::string name = slab.path.filename().string();
   slab.fd = UniqueFd(
@@ -349,6 +365,10 @@ SlabFile JobFolder::link_slab(uint32_t number, const std::filesystem::path& outs
     slab.bytes = look.bytes;
     if (has_shared_blocks(slab.fd.get(), 0, slab.bytes))
       throw refuse("it shares blocks with another file, so that a write to it takes new room");
+    if (beyond_limit(slab.bytes)) throw system_error(EFBIG, Operation::open, outside);
+    // A copy may have holes. What fallocate takes before it finds no more would be lost to everybody.
+    if (slab.bytes - look.taken_bytes > available_bytes())
+      throw system_error(ENOSPC, Operation::reserve, outside);
     const int result = watched(watch, Operation::reserve, slab.fd.get(), outside.string(),
                                [&](int file) { return take_space(file, slab.bytes); });
     if (result != 0 && (result != EOPNOTSUPP || look.taken_bytes < slab.bytes))

@@ -151,6 +151,7 @@ def load(
 ) -> dict[str, Any]:
     """`fall_back`: `folder` has checkpoints in it; the newest that is whole is loaded. `asked`: what of it."""
     state.check_arguments("load_checkpoint", unknown)
+    engine._unopened = False
     engine._behind.wait("load_checkpoint")
     if isinstance(folder, (list, tuple)):
         _refuse_of_others(asked, "the parts of a model")

@@ -101,8 +101,9 @@ class Engine(Stepping, Figures, Saving):
         specs = handover.units(model, config, self._place, groups)
         units = handover.core_units(model, config, specs, groups, counted_elsewhere)
         settings = handover.core_settings(config, self._place, groups, (group, model_group))
+        self._unopened = resume_from is not None
         if resume_from is not None:
-            settings.take_over = going_on.checkpoints(resume_from, group)
+            settings.take_over = going_on.checkpoints(resume_from, group, config)
         if group is not None:
             handover.check_ranks(group, config, specs, groups[0], counted_elsewhere)
             if source is None:

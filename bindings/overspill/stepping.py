@@ -26,6 +26,7 @@ class Stepping(StandIn):
     _settings: Config
     _residency: Residency
     _place: Place
+    _unopened = False  # resume_from was given, and nothing was loaded yet
 
     def __init__(self) -> None:
         """Counts of a run that has not begun. nn.Module's own __init__ is not called: it would make parts, and an
@@ -66,9 +67,20 @@ class Stepping(StandIn):
         with calls.Alone():
             self._settle()
             if self._ends_step():
+                self._warn_of_unopened()
                 self._update(self._ending())
             else:
                 self.micro_steps += 1
+
+    def _warn_of_unopened(self) -> None:
+        """Whoever gives resume_from wants to go on."""
+        if self._unopened:
+            self._unopened = False
+            warnings.warn(
+                "overspill: resume_from was given, and no checkpoint was loaded, so training begins with the model's "
+                "own weights: call engine.load_checkpoint before the first step, or leave resume_from out",
+                stacklevel=5,
+            )
 
     def _ends_step(self) -> bool:
         """Whether the micro-batch that is under way is the last of its step."""

@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <deque>
 #include <filesystem>
+#include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -44,7 +46,9 @@ class LeftCheckpoint {
     const int slices = setup.layout.slices;
     std::vector<size_t> own;
     for (size_t i = 0; i < manifest_.indexes.size(); ++i) {
-      if (std::cmp_equal(i % static_cast<size_t>(slices), slice)) own.push_back(i);
+      if (!std::cmp_equal(i % static_cast<size_t>(slices), slice)) continue;
+      own.push_back(i);
+      prefixes_.emplace(rank_prefix(manifest_.indexes[i].file));
     }
     // Version 3 and 2 do not say which rank a piece is of.
     if (manifest_.indexes.empty() && slice > 0) return;
@@ -66,6 +70,8 @@ class LeftCheckpoint {
     const size_t separator = in_part ? range.file.find('/') : std::string::npos;
     const std::string name = in_part ? range.file.substr(separator + 1) : range.file;
     const std::string_view prefix = rank_prefix(name);
+    // Of another rank's slab this one does not know all that is in it.
+    if (!in_part && !prefixes_.empty() && !prefixes_.contains(prefix)) return;
     if (!std::string_view(name).substr(prefix.size()).starts_with(io::kSlabPrefix)) return;
     const auto place =
         std::pair(in_part ? range.file.substr(0, separator) : std::string(), std::string(prefix));
@@ -78,16 +84,19 @@ class LeftCheckpoint {
   }
 
   const fs::path folder_;
-  Manifest manifest_;                                                    // has the checksums
+  Manifest manifest_;                            // has the checksums
+  std::set<std::string, std::less<>> prefixes_;  // of the ranks; none of version 3 and 2
   std::map<std::pair<std::string, std::string>, io::KeptSlabs> places_;  // by part and rank
 };
 
 /// One line, however many slabs are left for the same reason.
 void say_left(const std::vector<std::string>& left) {
   if (left.empty()) return;
-  io::say_on_stderr(fmt::format(
-      "overspill: warning: the run takes new room in place of {} slabs of earlier checkpoints. The first: {}",
-      left.size(), left.front()));
+  io::say_on_stderr(
+      fmt::format("overspill: warning: the run cannot go on in {} of the files that its checkpoints hold, "
+                  "and takes new room in their "
+                  "place. The first: {}",
+                  left.size(), left.front()));
 }
 
 }  // namespace

@@ -1,16 +1,23 @@
 // A store goes on in the slabs that an ended run left in its checkpoints: what they hold of them is never
 // written to, what they do not hold is room again, and a slab that anybody else may have is left alone.
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>
+#include <sys/file.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <map>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "io/checksum.h"
+#include "io/lock_holder.h"
+#include "io/unique_fd.h"
 #include "tests/io/store_test_util.h"
 
 namespace overspill::io {
@@ -254,6 +261,28 @@ TEST_F(TakingOver, LeavesASlabOfWhichCheckpointsDisagree) {
   EXPECT_EQ(open()->take_over(all_of(left)).left.size(), 1U);
 }
 
+/// Of several ranks that start together each removes what dead runs left.
+TEST_F(TakingOver, WaitsForAnotherRunThatRemovesADeadOnesNames) {
+  const auto left = two_left();
+  const fs::path dead = at("overspill-dead");
+  fs::create_directory(dead);
+  fs::permissions(dead, fs::perms::owner_all);
+  fs::create_hard_link(at("one") / "slab-test-0.bin", dead / "slab-0.bin");
+  const UniqueFd lock(::open((dead / "lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+  ASSERT_EQ(::flock(lock.get(), LOCK_EX), 0);
+  ASSERT_EQ(::pwrite(lock.get(), kRemoving.data(), kRemoving.size(), 0), std::ssize(kRemoving));
+  const std::jthread remover([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    fs::remove(dead / "slab-0.bin");
+    fs::remove(dead / "lock");
+    fs::remove(dead);
+    ::flock(lock.get(), LOCK_UN);
+  });
+  const auto store = open();
+  const TakenOver taken = store->take_over(all_of(left));
+  EXPECT_TRUE(taken.left.empty()) << taken.left.front();
+}
+
 TEST_F(TakingOver, LeavesASlabThatALiveRunHas) {
   const auto left = two_left();
   const auto first = open("first");
@@ -264,24 +293,67 @@ TEST_F(TakingOver, LeavesASlabThatALiveRunHas) {
   ASSERT_EQ(taken.left.size(), 1U);
 }
 
-TEST_F(TakingOver, OfTheSameRangesInTwoCheckpointsPinsThemTwice) {
+TEST_F(TakingOver, ACopyByLinksHasOneShareWithItsOriginal) {
   std::vector<LeftFolder> left;
   {
     const auto store = open();
     store->reserve(kRoom);
     left.push_back(saved(*store, "one", 1));
   }
-  shell("cp -al one two");  // as a frozen parameter lies in each of a run's checkpoints
+  shell("cp -al one two");
   left.push_back(left[0]);
   left[1].folder = at("two");
   const auto store = open();
   const TakenOver taken = store->take_over(all_of(left));
   ASSERT_TRUE(taken.left.empty()) << taken.left.front();
   store->reserve(kRoom);
-  for (const Extent& extent : taken.folders[0].extents) store->unpin(extent);
-  EXPECT_EQ(taken.folders[0].extents, taken.folders[1].extents);
+  ASSERT_TRUE(taken.folders[0].share);
+  EXPECT_FALSE(taken.folders[1].share);
+  const LeftFolder next =
+      saved(*store, "next", 500);  // another share's slab, which these two must not account for
+  shell("rm -r one");
+  EXPECT_TRUE(store->share_lives(*taken.folders[0].share));
   fill(*store, kRoom - store->stats().allocated_bytes - kMiB);
   expect_whole(left[1]);
+  shell("rm -r two");
+  EXPECT_FALSE(store->share_lives(*taken.folders[0].share));
+  expect_whole(next);
+}
+
+/// Once each path counted as a name, so that a keepsake's name could pass for that of an alias.
+TEST_F(TakingOver, AFolderThatIsNamedTwiceCountsOnce) {
+  auto left = two_left();
+  shell("ln -s one alias");
+  left.push_back(left[0]);
+  left[2].folder = at("alias");
+  {
+    const auto store = open();
+    const TakenOver taken = store->take_over(all_of(left));
+    EXPECT_TRUE(taken.left.empty()) << taken.left.front();
+    EXPECT_FALSE(taken.folders[2].share);
+  }
+  shell("cp -al two keepsake && rm -r two");
+  const LeftFolder keepsake{at("keepsake"), left[1].extents, left[1].seeds};
+  left.erase(left.begin() + 1);
+  const auto store = open();
+  const TakenOver taken = store->take_over(all_of(left));
+  EXPECT_EQ(taken.slab_bytes, 0);
+  store->reserve(kRoom);
+  fill(*store, kRoom - kMiB);
+  expect_whole(keepsake);
+}
+
+TEST_F(TakingOver, OfASlabWithHolesTakesNoMoreThanThereIs) {
+  auto left = two_left();
+  shell("cp -r one copy && rm -r one two && truncate -s 1T copy/slab-test-0.bin");
+  LeftFolder copy = left[0];
+  copy.folder = at("copy");
+  const int64_t before = disk_bytes();
+  const auto store = open();
+  const TakenOver taken = store->take_over(all_of({copy}));
+  EXPECT_EQ(taken.slab_bytes, 0);
+  EXPECT_LT(disk_bytes() - before, kMiB);
+  ASSERT_EQ(taken.left.size(), 1U);
 }
 
 TEST_F(TakingOver, ACopyByBytesIsTakenAsWell) {

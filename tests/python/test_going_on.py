@@ -107,8 +107,15 @@ def test_what_an_unfinished_save_left_is_removed_and_one_under_way_is_not(left, 
         (run / name / "manifest.json").unlink()
     (run / "mine.partial").mkdir()
     (run / "mine.partial" / "notes").write_text("mine")
-    engine = begin(resume_from=run)
-    assert sorted(path.name for path in run.iterdir()) == ["mine.partial", "step-1", "step-2"]
+    whole_but_for_its_name = run / "step-4.partial"
+    shutil.copytree(run / "step-2", whole_but_for_its_name)
+    with pytest.warns(
+        UserWarning, match=r"(step-3|other)\.partial: what a save left that was cut off is removed"
+    ):
+        engine = begin(resume_from=run)
+    names = ["mine.partial", "step-1", "step-2", "step-4.partial"]
+    assert sorted(path.name for path in run.iterdir()) == names
+    shutil.rmtree(whole_but_for_its_name)
     assert on_disk(run, tmp_path / "nvme") < reserved + (1 << 20)
     engine.load_checkpoint(run / "step-2")
 
@@ -120,12 +127,15 @@ def test_another_runs_checkpoints_are_left_alone(left, begin, tmp_path):
     other.save_checkpoint(run / "theirs-9")
     other.close()
     (run / "notes").mkdir()
-    taken = going_on.checkpoints(run / "step-1", None)
-    assert [path.name for path in taken] == ["step-1", "step-2"]
+
+    def found(path):
+        settings = overspill.Config.read({"budget": {"host": "1GiB", "nvme": [str(tmp_path)]}})
+        return [path.name for path in going_on.checkpoints(path, None, settings)]
+
+    assert found(run / "step-1") == ["step-1", "step-2"]
     (run / "step-2").rename(run / "best")  # it shares slabs, whatever its name
     (run / "step-1").rename(run / "step-1.abandoned-1")
-    taken = going_on.checkpoints(run / "best", None)
-    assert [path.name for path in taken] == ["best", "step-1.abandoned-1"]
+    assert found(run / "best") == ["best", "step-1.abandoned-1"]
 
 
 def test_a_copy_by_links_makes_the_run_take_new_room_and_say_why(left, begin, capfd):
@@ -134,6 +144,7 @@ def test_a_copy_by_links_makes_the_run_take_new_room_and_say_why(left, begin, ca
     engine = begin(resume_from=run)
     said = capfd.readouterr().err
     assert "takes new room" in said and "a copy by links" in said and str(run) in said
+    assert "find -samefile" in said
     engine.load_checkpoint(run / "step-2")
     step(engine)
     assert all(torch.equal(a, b) for a, b in zip(weights(engine), expected, strict=True))
@@ -146,5 +157,44 @@ def test_names_what_is_no_checkpoint(begin, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(FolderError, match=r"empty has no manifest.json, and no folder in it has one"):
         begin(resume_from=tmp_path / "empty")
-    with pytest.raises(TypeError, match="initialize"):
+    with pytest.raises(FolderError, match="leave resume_from out at the first start"):
+        begin(resume_from=[tmp_path / "empty"])
+    with pytest.raises(TypeError, match="initialize: resume_from: 7"):
         begin(resume_from=7)
+    with pytest.raises(ValueError, match="resume_from: the list is empty"):
+        begin(resume_from=[])
+
+
+def test_a_link_to_a_checkpoint_is_no_second_one(left, begin, tmp_path):
+    """Once: 'it has 2 names, and the checkpoints account for 3'."""
+    run, reserved, _ = left
+    (run / "latest").symlink_to("step-2")
+    for named in (run, run / "latest", [run / "step-1", run / "latest"]):
+        engine = begin(resume_from=named)
+        assert on_disk(run, tmp_path / "nvme") < reserved + (1 << 20)
+        engine.close()
+
+
+def test_a_save_that_was_cut_off_is_refused_by_name_and_stays(left, begin):
+    run, _, _ = left
+    (run / "step-2").rename(run / "step-2.partial")
+    with pytest.raises(FolderError, match="rename it to step-2"):
+        begin(resume_from=run / "step-2.partial")
+    begin(resume_from=run).close()
+    assert whole(run / "step-2.partial")
+
+
+def test_to_name_one_is_not_to_open_it(left, begin):
+    run, _, _ = left
+    engine = begin(resume_from=run)
+    with pytest.warns(UserWarning, match="resume_from was given, and no checkpoint was loaded"):
+        step(engine)
+    engine.close()
+
+
+def test_with_one_copy_only_it_says_that_it_takes_nothing(left, config, tmp_path):
+    run, _, _ = left
+    settings = config(placement="nvme", train_after_save=False, chunk_elements=4096)
+    settings["budget"]["nvme"] = [str(tmp_path / "nvme")]
+    with pytest.warns(UserWarning, match="takes nothing over with engine.train_after_save = false"):
+        overspill.initialize(model(), settings, resume_from=run)[0].close()

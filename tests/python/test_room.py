@@ -53,7 +53,7 @@ def test_a_run_whose_slabs_another_folder_has_is_told_why_it_cannot_be_resumed(o
         checkpoint = out / "checkpoints/step-000002"
         subprocess.run(["cp", "-al", checkpoint, disk / "keepsake"], check=True)
         message = on_disk.fails(capfd, "train", "--out", out, "--resume", "--steps", 3)
-        assert "a copy by links" in message and f"slabs of {checkpoint}" in message
+        assert "a copy by links" in message and f"{checkpoint} and the checkpoints beside it hold" in message
         assert "Move that checkpoint to another file system" in message and "train_after_save" in message
         shutil.rmtree(disk / "keepsake")
         on_disk.ok(capfd, "train", "--out", out, "--resume", "--steps", 3)
@@ -69,7 +69,8 @@ def test_a_run_that_reserves_one_copy_is_told_when_it_could_not_be_resumed(on_di
         said = on_disk.ok(capsys, *on_disk.run(out, steps=2, nvme=disk), "--config", finish)
         before, after = said.split("step 1/2")
         assert "so the run could not be resumed; free" in before and "so the run" not in after
-        on_disk.fails(capsys, "train", "--out", out, "--resume", "--steps", 3)
+        message = on_disk.fails(capsys, "train", "--out", out, "--resume", "--steps", 3)
+        assert "name it with --resume PATH" in message and "train_after_save" not in message
         shutil.move(out / "checkpoints/step-000002", tmp_path / "moved")
         on_disk.ok(capsys, "train", "--out", out, "--resume", tmp_path / "moved", "--steps", 3)
         assert sorted(tiny.losses(out)) == [1, 2, 3]

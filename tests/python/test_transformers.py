@@ -224,28 +224,6 @@ def test_an_optimizer_that_steps_by_its_own_code_goes_on_from_a_checkpoint(train
     )
 
 
-@pytest.mark.parametrize("memory", ["nvme"], indirect=True)
-def test_a_run_that_goes_on_does_so_in_the_slabs_of_its_checkpoints(trainer_of, tmp_path):
-    def names():
-        slabs = sorted((tmp_path / "checkpoint-4/overspill").glob("slab-*.bin"))
-        return [slab.stat().st_nlink for slab in slabs]
-
-    class Look(transformers.TrainerCallback):
-        def on_train_begin(self, *args, **kwargs):
-            seen.append(names())
-
-    seen = []
-    first = trainer_of(llama(), arguments(tmp_path))
-    first.train()
-    first.engine.close()
-    of_checkpoints = names()
-    assert of_checkpoints
-    again = trainer_of(llama(), arguments(tmp_path), callbacks=[Look()])
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert seen == [[count + 1 for count in of_checkpoints]]
-    assert log_of(again) == log_of(first)
-
-
 def test_states_of_an_earlier_run_are_not_those_of_a_later_one_that_saves_none(trainer_of, tmp_path):
     first = trainer_of(llama(), arguments(tmp_path))
     first.train()

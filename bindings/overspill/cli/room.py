@@ -115,7 +115,7 @@ class Room:
         if self.trains_on:
             return (
                 f"going on with --resume needs no more of the disk: it goes on in the {human(self.reserve_bytes)} that "
-                "the run reserves and its checkpoints link"
+                "the run reserves and its checkpoints link, as long as nothing else links them and no more ranks go on"
             )
         text = (
             f"going on with --resume reserves {human(self.reserve_bytes)} again, beside the checkpoint: "
@@ -130,14 +130,19 @@ class Room:
         )
 
 
-def ways_out(checkpoint: Path) -> str:
+def ways_out(checkpoint: Path, trains_on: bool) -> str:
     """For a run that finds no room beside the checkpoint that it goes on from."""
+    text = (
+        f"; {checkpoint} and the checkpoints beside it hold what the run before had reserved. If a warning above says "
+        "why the run cannot go on in it, mend that first. Else move that checkpoint to another file system and name "
+        "it with --resume PATH"
+    )
+    if not trains_on:
+        return text
     return (
-        f"; slabs of {checkpoint} and of the checkpoints beside it that the run cannot go on in (stderr names them) "
-        "hold what the run before had reserved. Move that checkpoint to another file system and name it with --resume "
-        "PATH; or, if nothing is to be "
-        f"trained after the next save, add {FINISH} to the run's configuration file, which makes it reserve one copy "
-        "only (--config FILE; a new FILE takes the place of the one before, so keep its other keys)"
+        f"{text}; or, if nothing is to be trained after the next save, add {FINISH} to the run's configuration file, "
+        "which makes it reserve one copy only (--config FILE; a new FILE takes the place of the one before, so keep "
+        "its other keys)"
     )
 
 

@@ -80,7 +80,9 @@ class Session:
         except overspill.StoreError as error:
             if checkpoint is None or "space" not in str(error):
                 raise
-            raise CliError(f"{error}{room.ways_out(checkpoint)}") from error
+            raise CliError(
+                f"{error}{room.ways_out(checkpoint, chosen.config.engine.train_after_save)}"
+            ) from error
         stack.callback(self.engine.close)
         stack.push(self._end_others)
         stop = Stop(self.engine._core.stall, "step" if ranks.world > 1 else "micro-batch")
