@@ -10,13 +10,10 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <cstdlib>
 #include <exception>
 #include <iterator>
 #include <list>
 #include <map>
-#include <memory>
-#include <new>
 #include <optional>
 #include <set>
 #include <system_error>
@@ -24,6 +21,7 @@
 #include <utility>
 
 #include "io/checksum.h"
+#include "io/page_buffer.h"
 #include "io/part_folder.h"
 #include "io/patient_read.h"
 #include "io/stall_watch.h"
@@ -35,18 +33,6 @@ constexpr int64_t kCopyBytes = int64_t{1} << 20;
 constexpr int64_t kCopyThreads = 4;
 constexpr int64_t kBytesPerThread = int64_t{64} << 20;  // fewer are copied before a second thread has begun
 constexpr int kRest = 6;  // times as long as a leisurely copy of kCopyBytes has taken
-
-/// Aligned for O_DIRECT.
-class CopyBuffer {
- public:
-  CopyBuffer() : memory_(static_cast<std::byte*>(std::aligned_alloc(kBlockBytes, kCopyBytes)), &std::free) {
-    if (memory_ == nullptr) throw std::bad_alloc();
-  }
-  std::span<std::byte> bytes() const { return {memory_.get(), static_cast<size_t>(kCopyBytes)}; }
-
- private:
-  std::unique_ptr<std::byte, decltype(&std::free)> memory_;
-};
 
 class Exporter {
  public:
@@ -204,9 +190,9 @@ class Exporter {
     std::atomic<size_t> next = 0;
     std::atomic<bool> failed = false;
     const auto work = [&] {
-      const CopyBuffer buffer;
+      PageBuffer buffer;
       for (size_t i = next++; i < copied.size() && !failed; i = next++)
-        copy_extent(file, items[copied[i]], results[copied[i]].offset, buffer.bytes(), progress);
+        copy_extent(file, items[copied[i]], results[copied[i]].offset, buffer.first(kCopyBytes), progress);
     };
     std::vector<std::exception_ptr> errors(threads_for(bytes));
     {

@@ -5,14 +5,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <system_error>
 #include <utility>
-#include <vector>
 
-#include "io/checksum.h"
+#include "io/direct_alignment.h"
 #include "io/error.h"
 #include "io/files.h"
 #include "io/part_folder.h"
@@ -21,9 +18,7 @@
 namespace overspill::engine {
 namespace {
 
-constexpr int64_t kBlockBytes = io::kChecksumBlockBytes;
-
-constexpr const char* kUseAnother = "use another checkpoint, or restore this file";
+constexpr const char* kUseAnother = kUseAnotherCheckpoint;
 constexpr const char* kMakeRoom = "free space or choose another folder";
 constexpr const char* kCheckDisk = "check the disk (dmesg, smartctl) or choose another folder";
 constexpr const char* kFreeMemory = "free memory on this machine, or raise the limit of its container";
@@ -35,17 +30,6 @@ constexpr const char* kFreeMemory = "free memory on this machine, or raise the l
   if (kind == io::ErrorKind::no_memory) way_out = kFreeMemory;
   throw CheckpointError(
       fmt::format("{}: {}: {}; {}", path.string(), what, std::generic_category().message(os_error), way_out));
-}
-
-void verify_block(const std::filesystem::path& folder, const FileRange& range, int64_t block,
-                  std::span<const std::byte> bytes) {
-  const uint64_t found = io::checksum_block(bytes);
-  const uint64_t expected = range.block_checksums[block];
-  if (found == expected) return;
-  throw CheckpointError(
-      fmt::format("{}: {} bytes at {} are corrupt: checksum {:016x}, written as {:016x}; {}",
-                  (folder / range.file).string(), bytes.size(), range.offset + block * kBlockBytes, found,
-                  expected, kUseAnother));
 }
 
 }  // namespace
@@ -90,16 +74,38 @@ void CheckpointFile::drop_cached() const {
   static_cast<void>(::posix_fadvise(file_, 0, 0, POSIX_FADV_DONTNEED));
 }
 
+void CheckpointFile::pass_cache() const {
+  if (const auto asks = io::direct_alignment_of(file_); asks && !io::refusal_of(*asks).empty()) return;
+  const int flags = ::fcntl(file_, F_GETFL);
+  // A file system that cannot refuses, and the page cache stays in use.
+  if (flags >= 0) static_cast<void>(::fcntl(file_, F_SETFL, flags | O_DIRECT));
+}
+
+/// For one that took O_DIRECT and refuses what goes past the cache.
+void CheckpointFile::use_cache() const {
+  const int flags = ::fcntl(file_, F_GETFL);
+  if (flags >= 0) static_cast<void>(::fcntl(file_, F_SETFL, flags & ~O_DIRECT));
+}
+
 void CheckpointFile::read_at(std::span<std::byte> to, int64_t offset) const {
-  while (!to.empty()) {
+  read_pages(to, offset, std::ssize(to));
+}
+
+void CheckpointFile::read_pages(std::span<std::byte> to, int64_t offset, int64_t wanted) const {
+  for (bool cached = false; wanted > 0;) {
     const ssize_t got = io::read_some(file_, to, offset, path_);
+    if (got < 0 && errno == EINVAL && !std::exchange(cached, true)) {
+      use_cache();
+      continue;
+    }
     if (got < 0) fail(path_, fmt::format("cannot be read at {}", offset).c_str(), errno, kUseAnother);
     if (got == 0) {
-      throw CheckpointError(fmt::format("{}: ends at {}, {} bytes too early; {}", path_.string(), offset,
-                                        to.size(), kUseAnother));
+      throw CheckpointError(
+          fmt::format("{}: ends at {}, {} bytes too early; {}", path_.string(), offset, wanted, kUseAnother));
     }
     to = to.subspan(got);
     offset += got;
+    wanted -= got;
   }
 }
 
@@ -110,6 +116,27 @@ void CheckpointFile::write(std::span<const std::byte> from) {
     if (wrote <= 0) fail(path_, "cannot be written", wrote < 0 ? errno : ENOSPC, kMakeRoom);
     from = from.subspan(wrote);
   }
+}
+
+void CheckpointFile::write_pages(std::span<const std::byte> from, int64_t offset) const {
+  const int64_t begin = offset, bytes = std::ssize(from);
+  for (bool cached = false; !from.empty();) {
+    const ssize_t wrote = ::pwrite(file_, from.data(), from.size(), offset);
+    if (wrote < 0 && errno == EINTR) continue;
+    if (wrote < 0 && errno == EINVAL && !std::exchange(cached, true)) {
+      use_cache();
+      continue;
+    }
+    if (wrote <= 0) fail(path_, "cannot be written", wrote < 0 ? errno : ENOSPC, kMakeRoom);
+    from = from.subspan(wrote);
+    offset += wrote;
+  }
+  // What went to the cache after all goes on to the disk. The answer is no promise: sync() asks for that.
+  static_cast<void>(::sync_file_range(file_, begin, bytes, SYNC_FILE_RANGE_WRITE));
+}
+
+void CheckpointFile::cut(int64_t bytes) const {
+  if (::ftruncate(file_, bytes) != 0) fail(path_, "cannot be cut to its length", errno, kMakeRoom);
 }
 
 void CheckpointFile::sync(io::StallWatch* watch) {
@@ -155,41 +182,6 @@ void sync_folder(const std::filesystem::path& folder, io::StallWatch* watch) {
 
 void rename_file(const std::filesystem::path& from, const std::filesystem::path& to) {
   if (::rename(from.c_str(), to.c_str()) != 0) fail(to, "cannot be put in place", errno, kMakeRoom);
-}
-
-void read_range(const std::filesystem::path& folder, const FileRange& range, std::span<std::byte> to) {
-  read_range_part(folder, range, 0, to);
-}
-
-void read_range_part(const std::filesystem::path& folder, const FileRange& range, int64_t begin,
-                     std::span<std::byte> to) {
-  const auto count = static_cast<int64_t>(to.size());
-  if (begin < 0 || begin > range.bytes || count > range.bytes - begin ||
-      static_cast<int64_t>(range.block_checksums.size()) != (range.bytes + kBlockBytes - 1) / kBlockBytes) {
-    throw CheckpointError(fmt::format(
-        "{}: {} bytes at {} were asked for of a range of {} bytes and {} checksums; this is a mistake "
-        "in the program",
-        (folder / range.file).string(), count, begin, range.bytes, range.block_checksums.size()));
-  }
-  const CheckpointFile file = CheckpointFile::open(path_of(folder, range.file));
-  std::vector<std::byte> scratch;
-  for (int64_t at = begin; at < begin + count;) {
-    const int64_t block = at / kBlockBytes;
-    const int64_t block_begin = block * kBlockBytes;
-    const int64_t block_bytes = std::min(kBlockBytes, range.bytes - block_begin);
-    const int64_t wanted = std::min(block_begin + block_bytes, begin + count) - at;
-    const std::span<std::byte> target = to.subspan(at - begin, wanted);
-    if (wanted == block_bytes) {
-      file.read_at(target, range.offset + block_begin);
-      verify_block(folder, range, block, target);
-    } else {  // a part of a block: only the whole has a checksum
-      scratch.resize(block_bytes);
-      file.read_at(scratch, range.offset + block_begin);
-      verify_block(folder, range, block, scratch);
-      std::memcpy(target.data(), scratch.data() + (at - block_begin), target.size());
-    }
-    at += wanted;
-  }
 }
 
 }  // namespace overspill::engine

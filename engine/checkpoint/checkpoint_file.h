@@ -13,6 +13,8 @@
 
 namespace overspill::engine {
 
+inline constexpr const char* kUseAnotherCheckpoint = "use another checkpoint, or restore this file";
+
 class CheckpointFile {
  public:
   /// Regular files only.
@@ -28,13 +30,24 @@ class CheckpointFile {
   /// Asks the kernel to drop the file's cached pages that are on the disk, so that the next read comes from
   /// the disk. A file system may ignore this.
   void drop_cached() const;
+  /// What is read and written from now on goes past the page cache (O_DIRECT), where the file system can:
+  /// pages alone may be read and written then (read_pages, write_pages).
+  void pass_cache() const;
   void read_at(std::span<std::byte> to, int64_t offset) const;  // all of it, or an error
-  void write(std::span<const std::byte> from);                  // behind what was written
+  /// `to` and `offset` are whole pages (io::kBlockBytes), in memory too; at least `wanted` bytes are read, or
+  /// it is an error: a file may end within its last page.
+  void read_pages(std::span<std::byte> to, int64_t offset, int64_t wanted) const;
+  void write(std::span<const std::byte> from);  // behind what was written
+  /// The same for a write, at any place; several threads may write, each in pages of its own.
+  void write_pages(std::span<const std::byte> from, int64_t offset) const;
+  /// Ends the file there.
+  void cut(int64_t bytes) const;
   /// `watch` sees it; null: nothing does. Throws io::StoreError{stalled} when the watch gives it up.
   void sync(io::StallWatch* watch = nullptr);
 
  private:
   CheckpointFile(std::filesystem::path path, int file) : path_(std::move(path)), file_(file) {}
+  void use_cache() const;
 
   std::filesystem::path path_;
   int file_ = -1;

@@ -95,6 +95,7 @@ std::vector<WeightDifference> compare_weights(const std::filesystem::path& first
     if (found == places.end() || !comparable({&unit, &segment}, found->second)) return nullptr;
     return &found->second;
   };
+  const CheckpointReader first_files(first), second_files(second);
   int64_t total = 0, done = 0;
   for (const ManifestUnit& unit : one.units) {
     for (const ManifestSegment& segment : unit.segments)
@@ -103,11 +104,11 @@ std::vector<WeightDifference> compare_weights(const std::filesystem::path& first
   std::vector<WeightDifference> differences;
   for (const ManifestUnit& unit : one.units) {
     const std::string dtype = merged_dtype(unit, "F32");
-    WeightReader from_first(first, unit);
+    WeightReader from_first(first_files, unit);
     for (const ManifestSegment& segment : unit.segments) {
       const ComparedPlace* const place = both(unit, segment);
       if (place == nullptr) continue;
-      WeightReader from_second(second, *place->unit);
+      WeightReader from_second(second_files, *place->unit);
       ComparedSums sums(segment.name, dtype);
       for (int64_t at = 0; at < segment.elements; at += kComparedElements) {
         const int64_t count = std::min(kComparedElements, segment.elements - at);

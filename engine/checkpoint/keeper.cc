@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "engine/checkpoint/checkpoint_file.h"
+#include "engine/checkpoint/checkpoint_reader.h"
 #include "engine/checkpoint/index_file.h"
 #include "engine/checkpoint/manifest_check.h"
 #include "engine/checkpoint/manifest_unit.h"
@@ -344,8 +345,9 @@ Manifest CheckpointKeeper::verify(const fs::path& folder) const {
   }
   read_shards(folder, manifest, needed(manifest));
   progress.moved();
+  // Through the page cache: load() reads the same bytes once more.
   verify_data(
-      folder, own_part(manifest),
+      CheckpointReader(folder, CheckpointReader::Through::page_cache), own_part(manifest),
       [](void* progress, int64_t, int64_t) { static_cast<io::StallWatch::Progress*>(progress)->moved(); },
       &progress);
   return manifest;

@@ -134,7 +134,7 @@ void read_range(const std::filesystem::path& folder, const FileRange& range, std
 void read_range_part(const std::filesystem::path& folder, const FileRange& range, int64_t begin,
                      std::span<std::byte> to);
 
-/// Reads every byte that the manifest names and compares it with its checksum, in memory of a few MiB. Throws
+/// Reads every byte that the manifest names and compares it with its checksum, in memory of 32 MiB. Throws
 /// CheckpointError naming what does not fit. `progress` as in merge_checkpoint.
 struct VerifyResult {
   int64_t step = 0;
@@ -144,10 +144,6 @@ struct VerifyResult {
 };
 VerifyResult verify_checkpoint(const std::filesystem::path& folder, void (*progress)(void*, int64_t, int64_t),
                                void* context);
-/// The same for a manifest that is read already.
-VerifyResult verify_data(const std::filesystem::path& folder, const Manifest& manifest,
-                         void (*progress)(void*, int64_t, int64_t) = nullptr, void* context = nullptr);
-
 /// Streams a checkpoint into Hugging Face safetensors files in `out` (created; must be empty or absent):
 /// model.safetensors, or shards of at most `shard_bytes` with an index. `dtype` is "bf16" or "fp32": the
 /// first takes `hi` alone where that is bf16, else rounds the exact master; the second takes the master.

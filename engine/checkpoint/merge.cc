@@ -3,49 +3,27 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstring>
-#include <memory>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <string_view>
 #include <system_error>
 
 #include "engine/checkpoint/checkpoint_file.h"
+#include "engine/checkpoint/checkpoint_reader.h"
 #include "engine/checkpoint/manifest.h"
-#include "engine/checkpoint/manifest_check.h"
+#include "engine/checkpoint/merged_file.h"
 #include "engine/checkpoint/weights.h"
-#include "engine/partition/strides.h"
+#include "engine/partition/model.h"
 
 namespace overspill::engine {
 namespace {
 
-constexpr int64_t kRunElements =
-    int64_t{1} << 20;  // read, converted and written at a time: the memory of a merge of row-major tensors
-
-/// What is written: a parameter of the checkpoint, or a tensor that the caller gave.
-struct Tensor {
-  const ManifestUnit* unit = nullptr;
-  const ManifestSegment* segment = nullptr;
-  const MergeTensor* given = nullptr;  // then the two above are null
-  std::string dtype;
-  int64_t bytes = 0;
-
-  const std::string& name() const { return given != nullptr ? given->name : segment->name; }
-  const std::vector<int64_t>& shape() const { return given != nullptr ? given->shape : segment->shape; }
-};
-
-struct Shard {
-  std::string file;
-  std::vector<Tensor> tensors;
-  int64_t bytes = 0;
-};
-
 /// Tensors in the manifest's order, behind them those given, cut into shards. A tensor larger than the
 /// largest shard gets a shard of its own.
-std::vector<Shard> plan_shards(const Manifest& manifest, const std::string& dtype,
-                               const MergeOptions& options) {
-  std::vector<Shard> shards(1);
-  const auto add = [&](Tensor tensor) {
+std::vector<MergedFile> plan_shards(const Manifest& manifest, const std::string& dtype,
+                                    const MergeOptions& options) {
+  std::vector<MergedFile> shards(1);
+  const auto add = [&](MergedTensor tensor) {
     if (!shards.back().tensors.empty() && tensor.bytes > options.shard_bytes - shards.back().bytes)
       shards.emplace_back();
     shards.back().bytes += tensor.bytes;
@@ -59,37 +37,20 @@ std::vector<Shard> plan_shards(const Manifest& manifest, const std::string& dtyp
   for (const MergeTensor& given : options.tensors)
     add({nullptr, nullptr, &given, given.dtype, static_cast<int64_t>(given.data.size())});
   for (size_t i = 0; i < shards.size(); ++i) {
-    shards[i].file = shards.size() == 1
+    shards[i].name = shards.size() == 1
                          ? "model.safetensors"
                          : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, shards.size());
     // Wide elements first, as safetensors' own writer does, so that every tensor is aligned to its element.
     std::ranges::stable_sort(shards[i].tensors, std::ranges::greater(),
-                             [](const Tensor& tensor) { return dtype_bytes(tensor.dtype); });
+                             [](const MergedTensor& tensor) { return dtype_bytes(tensor.dtype); });
   }
   return shards;
 }
 
-/// Header length and header, padded to 8 bytes.
-std::string header_of(const Shard& shard) {
-  nlohmann::json header = {{"__metadata__", {{"format", "pt"}}}};
-  int64_t begin = 0;
-  for (const Tensor& tensor : shard.tensors) {
-    header[tensor.name()] = {
-        {"dtype", tensor.dtype}, {"shape", tensor.shape()}, {"data_offsets", {begin, begin + tensor.bytes}}};
-    begin += tensor.bytes;
-  }
-  std::string text = header.dump();
-  text.resize((text.size() + 7) / 8 * 8, ' ');
-  const uint64_t length = text.size();
-  std::string bytes(sizeof length, '\0');
-  std::memcpy(bytes.data(), &length, sizeof length);
-  return bytes + text;
-}
-
-std::string index_of(const std::vector<Shard>& shards, int64_t bytes_total) {
+std::string index_of(const std::vector<MergedFile>& shards, int64_t bytes_total) {
   nlohmann::json weight_map = nlohmann::json::object();
-  for (const Shard& shard : shards) {
-    for (const Tensor& tensor : shard.tensors) weight_map[tensor.name()] = shard.file;
+  for (const MergedFile& shard : shards) {
+    for (const MergedTensor& tensor : shard.tensors) weight_map[tensor.name()] = shard.name;
   }
   return nlohmann::json{{"metadata", {{"total_size", bytes_total}}}, {"weight_map", std::move(weight_map)}}
       .dump(2);
@@ -164,67 +125,8 @@ class Output {
   bool committed_ = false;
 };
 
-struct Progress {
-  void (*call)(void*, int64_t, int64_t);
-  void* context;
-  int64_t done = 0;
-  int64_t total = 0;
-
-  void add(int64_t bytes) {
-    done += bytes;
-    if (call != nullptr) call(context, done, total);
-  }
-};
-
 void write_text(CheckpointFile file, const std::string& text) {
   file.write(std::as_bytes(std::span(text)));
-  file.sync();
-}
-
-/// The tensor as it lies in the checkpoint is what safetensors want.
-void stream(WeightReader& reader, const Tensor& tensor, CheckpointFile& file, Progress& progress) {
-  for (int64_t done = 0; done < tensor.segment->elements; done += kRunElements) {
-    const int64_t count = std::min(kRunElements, tensor.segment->elements - done);
-    const auto bytes = reader.read(tensor.segment->begin + done, count, tensor.dtype);
-    file.write(bytes);
-    progress.add(static_cast<int64_t>(bytes.size()));
-  }
-}
-
-/// The same for a tensor that lies in another order: its first row may need its last element, so all of it is
-/// brought into memory.
-void reorder(WeightReader& reader, const Tensor& tensor, CheckpointFile& file, Progress& progress) {
-  RowMajor order(tensor.segment->shape, tensor.segment->strides);
-  std::vector<std::byte> whole(static_cast<size_t>(tensor.bytes));
-  for (int64_t done = 0; done < tensor.segment->elements; done += kRunElements) {
-    const int64_t count = std::min(kRunElements, tensor.segment->elements - done);
-    const auto bytes = reader.read(tensor.segment->begin + done, count, tensor.dtype);
-    order.place(bytes, dtype_bytes(tensor.dtype), whole);
-    progress.add(static_cast<int64_t>(bytes.size()));
-  }
-  file.write(whole);
-}
-
-void write_shard(const std::filesystem::path& checkpoint, const Shard& shard, CheckpointFile file,
-                 Progress& progress) {
-  const std::string header = header_of(shard);
-  file.write(std::as_bytes(std::span(header)));
-  // One reader for all neighbouring tensors of a unit.
-  const ManifestUnit* unit = nullptr;
-  std::unique_ptr<WeightReader> reader;
-  for (const Tensor& tensor : shard.tensors) {
-    if (tensor.given != nullptr) {
-      file.write(tensor.given->data);
-      if (tensor.bytes > 0) progress.add(tensor.bytes);
-      continue;
-    }
-    if (tensor.unit != unit) {
-      unit = tensor.unit;
-      reader = std::make_unique<WeightReader>(checkpoint, *unit);
-    }
-    const auto write = tensor.segment->strides.empty() ? stream : reorder;
-    write(*reader, tensor, file, progress);
-  }
   file.sync();
 }
 
@@ -277,13 +179,20 @@ MergeResult merge_checkpoint(const std::filesystem::path& checkpoint, const std:
   check_given(checkpoint, manifest, options.tensors);
   const auto shards = plan_shards(manifest, options.dtype == "bf16" ? "BF16" : "F32", options);
   MergeResult result;
-  for (const Shard& shard : shards) {
+  for (const MergedFile& shard : shards) {
     result.tensors += static_cast<int64_t>(shard.tensors.size());
     result.bytes += shard.bytes;
   }
   Output output(out);
-  Progress reported{progress, context, 0, result.bytes};
-  for (const Shard& shard : shards) write_shard(checkpoint, shard, output.add(shard.file), reported);
+  const CheckpointReader reader(checkpoint);
+  int64_t before = 0;  // of the shards that are written
+  for (const MergedFile& shard : shards) {
+    CheckpointFile file = output.add(shard.name);
+    write_merged(reader, shard, file, [&](int64_t done) {
+      if (progress != nullptr) progress(context, before + done, result.bytes);
+    });
+    before += shard.bytes;
+  }
   if (shards.size() > 1)
     write_text(output.add("model.safetensors.index.json"), index_of(shards, result.bytes));
   output.commit();

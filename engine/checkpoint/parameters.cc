@@ -46,7 +46,7 @@ void read_row_major(const ManifestSegment& segment, int64_t element_bytes, std::
 }  // namespace
 
 CheckpointParameters::CheckpointParameters(std::filesystem::path folder)
-    : folder_(std::move(folder)), manifest_(read_manifest(folder_)) {
+    : files_(std::move(folder)), manifest_(read_manifest(files_.folder())) {
   for (const ManifestUnit& unit : manifest_.units) {
     for (const ManifestSegment& segment : unit.segments)
       places_.emplace(segment.name, Place{&unit, &segment});
@@ -56,7 +56,7 @@ CheckpointParameters::CheckpointParameters(std::filesystem::path folder)
 CheckpointParameters::Place CheckpointParameters::place_of(std::string_view parameter) const {
   const auto found = places_.find(parameter);
   if (found == places_.end())
-    throw CheckpointError(fmt::format("{} has no parameter '{}'", folder_.string(), parameter));
+    throw CheckpointError(fmt::format("{} has no parameter '{}'", files_.folder().string(), parameter));
   return found->second;
 }
 
@@ -70,7 +70,7 @@ void CheckpointParameters::read_weight(std::string_view parameter, const std::st
   }
   const int64_t element_bytes = dtype_bytes(dtype);
   require_size(parameter, to.size(), segment->elements * element_bytes);
-  WeightReader reader(folder_, *unit);
+  WeightReader reader(files_, *unit);
   read_row_major(*segment, element_bytes, to,
                  [&](int64_t begin, int64_t count) { return reader.read(begin, count, dtype); });
 }
@@ -79,7 +79,7 @@ void CheckpointParameters::read_state(std::string_view parameter, std::string_vi
                                       std::span<float> to) const {
   const auto [unit, segment] = place_of(parameter);
   require_size(parameter, to.size_bytes(), segment->elements * int64_t{sizeof(float)});
-  StateReader reader(folder_, *unit, state);
+  StateReader reader(files_, *unit, state);
   std::vector<float> values;
   read_row_major(*segment, sizeof(float), std::as_writable_bytes(to), [&](int64_t begin, int64_t count) {
     values.resize(static_cast<size_t>(count));

@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 
+#include "engine/checkpoint/checkpoint_reader.h"
 #include "engine/checkpoint/manifest.h"
 
 namespace overspill::engine {
@@ -40,7 +41,7 @@ class CheckpointParameters {
 
   Place place_of(std::string_view parameter) const;
 
-  std::filesystem::path folder_;
+  CheckpointReader files_;
   Manifest manifest_;
   std::map<std::string_view, Place> places_;  // into manifest_
 };

@@ -10,9 +10,8 @@
 
 namespace overspill::engine {
 
-StateReader::StateReader(const std::filesystem::path& folder, const ManifestUnit& unit,
-                         std::string_view state)
-    : folder_(folder), unit_(unit) {
+StateReader::StateReader(const CheckpointReader& files, const ManifestUnit& unit, std::string_view state)
+    : files_(files), unit_(unit) {
   if (!unit.optimizer.empty()) {
     for (const auto& spec :
          optim::components(optim::optimizer_named(unit.optimizer), optim::format_named(unit.format))) {
@@ -20,7 +19,8 @@ StateReader::StateReader(const std::filesystem::path& folder, const ManifestUnit
     }
   }
   if (spec_ == nullptr) {
-    throw CheckpointError(fmt::format("{}: unit '{}' has no state '{}'", folder.string(), unit.name, state));
+    throw CheckpointError(
+        fmt::format("{}: unit '{}' has no state '{}'", files.folder().string(), unit.name, state));
   }
   for (const ManifestPiece& piece : unit.pieces) {
     if (piece.component == state) pieces_.emplace(piece.begin, &piece);
@@ -47,10 +47,13 @@ void StateReader::decode(const ManifestPiece& piece, int64_t first, std::span<fl
   const int64_t codes = elements * spec_->element_bytes;
   bytes_.resize(static_cast<size_t>(spec_->bytes(elements)));
   const std::span<std::byte> all(bytes_);
-  read_range_part(folder_, piece.range, (first - lead) * spec_->element_bytes, all.first(codes));
+  const auto read = [&](int64_t begin, std::span<std::byte> to) {
+    std::ranges::copy(files_.read(piece.range, begin, std::ssize(to), buffer_), to.begin());
+  };
+  read((first - lead) * spec_->element_bytes, all.first(codes));
   if (spec_->scaled) {
     const int64_t scales = piece.elements * spec_->element_bytes + (first - lead) / optim::kScaleBlock;
-    read_range_part(folder_, piece.range, scales, all.subspan(codes));
+    read(scales, all.subspan(codes));
   }
   // Of a piece's components load_state reads the state alone.
   std::array<std::byte*, optim::kComponentsMax> components;

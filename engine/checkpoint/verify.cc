@@ -2,15 +2,18 @@
 #include <algorithm>
 #include <set>
 #include <string_view>
+#include <vector>
 
-#include "engine/checkpoint/checkpoint_file.h"
+#include "engine/checkpoint/checkpoint_reader.h"
 #include "engine/checkpoint/manifest.h"
+#include "engine/checkpoint/side_by_side.h"
 #include "io/checksum.h"
 
 namespace overspill::engine {
 namespace {
 
-constexpr int64_t kRunBytes = 64 * io::kChecksumBlockBytes;  // whole blocks: none is read twice
+constexpr int64_t kVerifyBytes = 64 * io::kChecksumBlockBytes;  // whole blocks: none is read twice
+constexpr int kVerifyThreads = 8;                               // as many requests are in flight
 
 std::set<std::string_view> files_of(const Manifest& manifest) {
   std::set<std::string_view> files;
@@ -20,27 +23,37 @@ std::set<std::string_view> files_of(const Manifest& manifest) {
   return files;
 }
 
+struct VerifiedRun {
+  const FileRange* range;
+  int64_t begin;
+  int64_t bytes;
+};
+
 }  // namespace
 
-VerifyResult verify_data(const std::filesystem::path& folder, const Manifest& manifest,
+VerifyResult verify_data(const CheckpointReader& files, const Manifest& manifest,
                          void (*progress)(void*, int64_t, int64_t), void* context) {
   VerifyResult result{.step = manifest.step, .files = std::ssize(files_of(manifest))};
-  int64_t total = 0;
+  std::vector<VerifiedRun> runs;
   for (const ManifestUnit& unit : manifest.units) {
     result.parameters += static_cast<int64_t>(unit.segments.size());
-    for (const ManifestPiece& piece : unit.pieces) total += piece.range.bytes;
-  }
-  std::vector<std::byte> buffer;
-  for (const ManifestUnit& unit : manifest.units) {
     for (const ManifestPiece& piece : unit.pieces) {
-      for (int64_t begin = 0; begin < piece.range.bytes; begin += kRunBytes) {
-        buffer.resize(static_cast<size_t>(std::min(kRunBytes, piece.range.bytes - begin)));
-        read_range_part(folder, piece.range, begin, buffer);
-        result.bytes += static_cast<int64_t>(buffer.size());
-        if (progress != nullptr) progress(context, result.bytes, total);
-      }
+      result.bytes += piece.range.bytes;
+      for (int64_t begin = 0; begin < piece.range.bytes; begin += kVerifyBytes)
+        runs.push_back({&piece.range, begin, std::min(kVerifyBytes, piece.range.bytes - begin)});
     }
   }
+  std::vector<io::PageBuffer> buffers(kVerifyThreads);
+  side_by_side(
+      std::ssize(runs), kVerifyThreads,
+      [&](int worker, int64_t item) {
+        const VerifiedRun& run = runs[static_cast<size_t>(item)];
+        files.read(*run.range, run.begin, run.bytes, buffers[static_cast<size_t>(worker)]);
+        return run.bytes;
+      },
+      [&](int64_t done) {
+        if (progress != nullptr) progress(context, done, result.bytes);
+      });
   return result;
 }
 
@@ -50,7 +63,7 @@ VerifyResult verify_checkpoint(const std::filesystem::path& folder, void (*progr
   const Manifest manifest = read_manifest(folder);
   for (const std::string_view file : files_of(manifest))
     CheckpointFile::open(path_of(folder, file)).drop_cached();
-  return verify_data(folder, manifest, progress, context);
+  return verify_data(CheckpointReader(folder), manifest, progress, context);
 }
 
 }  // namespace overspill::engine

@@ -13,7 +13,7 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "safetensors and checkpoints are little-endian");
 
 template <typename Value>
-Value load(const std::vector<std::byte>& from, int64_t i) {
+Value load(std::span<const std::byte> from, int64_t i) {
   Value value;
   std::memcpy(&value, from.data() + i * sizeof(Value), sizeof(Value));
   return value;
@@ -46,8 +46,8 @@ std::string merged_dtype(const ManifestUnit& unit, const std::string& wanted) {
   return converts ? wanted : unit.dtype;
 }
 
-WeightReader::WeightReader(const std::filesystem::path& folder, const ManifestUnit& unit)
-    : folder_(folder), unit_(unit) {
+WeightReader::WeightReader(const CheckpointReader& files, const ManifestUnit& unit)
+    : files_(files), unit_(unit) {
   for (const ManifestPiece& piece : unit.pieces) pieces_[piece.component].emplace(piece.begin, &piece);
 }
 
@@ -57,7 +57,7 @@ std::span<const std::byte> WeightReader::read(int64_t begin, int64_t count, cons
   const bool own = dtype == unit_.dtype;
   const bool master = !own && names.size() > 1 && unit_.format != "fp32";
   if (own || !master || unit_.format != "fp16") gather(names[0], begin, count, hi_);
-  if (own) return hi_;
+  if (own) return hi_.bytes;
   if (master) gather(names[1], begin, count, lo_);
   to_float(count);
   if (dtype == "F32") return std::as_bytes(std::span(floats_));
@@ -65,40 +65,53 @@ std::span<const std::byte> WeightReader::read(int64_t begin, int64_t count, cons
   return std::as_bytes(std::span(halves_));
 }
 
-void WeightReader::gather(std::string_view component, int64_t begin, int64_t count,
-                          std::vector<std::byte>& to) const {
-  const int64_t element_bytes = component_element_bytes(unit_, component);
-  to.resize(count * element_bytes);
+void WeightReader::gather(std::string_view component, int64_t begin, int64_t count, Run& run) const {
+  run.bytes = {};
   if (count == 0) return;
+  const int64_t element_bytes = component_element_bytes(unit_, component);
   const auto& pieces = pieces_.find(component)->second;
   auto at = std::prev(pieces.upper_bound(begin));
   for (int64_t element = begin; element < begin + count; ++at) {
     const ManifestPiece& piece = *at->second;
     const int64_t end = std::min(begin + count, piece.begin + piece.elements);
-    read_range_part(
-        folder_, piece.range, (element - piece.begin) * element_bytes,
-        std::span(to).subspan((element - begin) * element_bytes, (end - element) * element_bytes));
+    run.bytes = files_.read(piece.range, (element - piece.begin) * element_bytes,
+                            (end - element) * element_bytes, run.buffer);
+    if (element == begin && end == begin + count) return;
+    if (element == begin) run.joined.clear();
+    run.joined.insert(run.joined.end(), run.bytes.begin(), run.bytes.end());
     element = end;
   }
+  run.bytes = run.joined;
+}
+
+/// value(i) is the weight of element i.
+template <typename Join>
+void WeightReader::join(int64_t count, Join value) {
+  float* const to = floats_.data();
+  for (int64_t i = 0; i < count; ++i) to[i] = value(i);
 }
 
 void WeightReader::to_float(int64_t count) {
   floats_.resize(count);
-  for (int64_t i = 0; i < count; ++i) {
-    if (unit_.format == "exact" || unit_.format == "compact") {
-      floats_[i] = std::bit_cast<float>(optim::join_split(load<uint16_t>(hi_, i), load<int16_t>(lo_, i)));
-    } else if (unit_.format == "8bit") {
-      const auto lo = static_cast<int16_t>(load<int8_t>(lo_, i) * 256);
-      floats_[i] = std::bit_cast<float>(optim::join_split(load<uint16_t>(hi_, i), lo));
-    } else if (unit_.format == "fp16") {
-      floats_[i] = load<float>(lo_, i);
-    } else if (unit_.dtype == "F32") {
-      floats_[i] = load<float>(hi_, i);
-    } else if (unit_.dtype == "F16") {
-      floats_[i] = half_to_float(load<uint16_t>(hi_, i));
-    } else {
-      floats_[i] = std::bit_cast<float>(static_cast<uint32_t>(load<uint16_t>(hi_, i)) << 16);
-    }
+  const std::span<const std::byte> hi = hi_.bytes, lo = lo_.bytes;
+  if (unit_.format == "exact" || unit_.format == "compact") {
+    join(count, [=](int64_t i) {
+      return std::bit_cast<float>(optim::join_split(load<uint16_t>(hi, i), load<int16_t>(lo, i)));
+    });
+  } else if (unit_.format == "8bit") {
+    join(count, [=](int64_t i) {
+      const auto low = static_cast<int16_t>(load<int8_t>(lo, i) * 256);
+      return std::bit_cast<float>(optim::join_split(load<uint16_t>(hi, i), low));
+    });
+  } else if (unit_.format == "fp16") {
+    join(count, [=](int64_t i) { return load<float>(lo, i); });
+  } else if (unit_.dtype == "F32") {
+    join(count, [=](int64_t i) { return load<float>(hi, i); });
+  } else if (unit_.dtype == "F16") {
+    join(count, [=](int64_t i) { return half_to_float(load<uint16_t>(hi, i)); });
+  } else {
+    join(count,
+         [=](int64_t i) { return std::bit_cast<float>(static_cast<uint32_t>(load<uint16_t>(hi, i)) << 16); });
   }
 }
 

@@ -2,13 +2,15 @@
 #pragma once
 
 #include <cstdint>
-#include <filesystem>
 #include <map>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "engine/checkpoint/checkpoint_reader.h"
 #include "engine/checkpoint/manifest.h"
+#include "io/page_buffer.h"
 
 namespace overspill::engine {
 
@@ -16,25 +18,35 @@ namespace overspill::engine {
 /// bool, F8 and F64 stay: converting them would change what a quantised or counting tensor means.
 std::string merged_dtype(const ManifestUnit& unit, const std::string& wanted);
 
-/// Reads runs of a unit's flat space, wherever its pieces lie. The manifest was checked, and outlives this.
+/// Reads runs of a unit's flat space, wherever its pieces lie. The manifest was checked; it and the files
+/// outlive this.
 class WeightReader {
  public:
-  WeightReader(const std::filesystem::path& folder, const ManifestUnit& unit);
+  WeightReader(const CheckpointReader& files, const ManifestUnit& unit);
 
   /// Elements [begin, begin + count) in the format `dtype`, one that merged_dtype gave. Every byte is
   /// verified. Valid until the next call.
   std::span<const std::byte> read(int64_t begin, int64_t count, const std::string& dtype);
 
  private:
-  void gather(std::string_view component, int64_t begin, int64_t count, std::vector<std::byte>& to) const;
+  /// Elements of one component, in the buffer or, where several pieces have them, joined.
+  struct Run {
+    io::PageBuffer buffer;
+    std::vector<std::byte> joined;
+    std::span<const std::byte> bytes;
+  };
+
+  void gather(std::string_view component, int64_t begin, int64_t count, Run& run) const;
   void to_float(int64_t count);
+  template <typename Join>
+  void join(int64_t count, Join value);
   void to_bf16(int64_t count);
 
-  const std::filesystem::path& folder_;
+  const CheckpointReader& files_;
   const ManifestUnit& unit_;
   std::map<std::string, std::map<int64_t, const ManifestPiece*>, std::less<>>
       pieces_;  // component -> begin -> piece
-  std::vector<std::byte> hi_, lo_;
+  Run hi_, lo_;
   std::vector<float> floats_;
   std::vector<uint16_t> halves_;
 };

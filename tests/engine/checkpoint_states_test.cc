@@ -77,7 +77,8 @@ class CheckpointStatesTest : public ::testing::TestWithParam<const char*> {
 
 TEST_P(CheckpointStatesTest, EveryRunOfElementsIsThatOfTheWholePiece) {
   const Manifest manifest = read_manifest(folder_.path());
-  StateReader m(folder_.path(), manifest.units[0], "m"), v(folder_.path(), manifest.units[0], "v");
+  const CheckpointReader files(folder_.path());
+  StateReader m(files, manifest.units[0], "m"), v(files, manifest.units[0], "v");
   for (const int64_t begin : {0, 1, 63, 64, 70, 127, 128, 129, 900}) {
     for (const int64_t count : {0, 1, 57, 58, 64, 100}) {
       std::vector<float> values(count);
@@ -126,7 +127,8 @@ TEST_P(CheckpointStatesTest, AParameterInAnotherOrderIsReadRowMajor) {
   parameters.read_state("weight", "m", values);
   std::vector<std::byte> own(9 * 91 * dtype_bytes(dtype())), flat(own.size());
   parameters.read_weight("weight", dtype(), own);
-  WeightReader reader(folder_.path(), manifest.units[0]);
+  const CheckpointReader files(folder_.path());
+  WeightReader reader(files, manifest.units[0]);
   std::ranges::copy(reader.read(70, 9 * 91, dtype()), flat.begin());
   const auto size = static_cast<size_t>(dtype_bytes(dtype()));
   for (int64_t row = 0; row < 9; ++row) {

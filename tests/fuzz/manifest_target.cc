@@ -11,6 +11,7 @@
 #include <fstream>
 #include <stdexcept>
 
+#include "engine/checkpoint/checkpoint_reader.h"
 #include "engine/checkpoint/index_file.h"
 #include "engine/checkpoint/manifest.h"
 #include "io/checksum.h"
@@ -144,7 +145,7 @@ bool ManifestTarget::run_text(std::string_view text) {
 
   bool whole = true;
   try {
-    engine::verify_data(folder_, manifest);
+    engine::verify_data(engine::CheckpointReader(folder_), manifest);
   } catch (const engine::CheckpointError&) {
     whole = false;
   }
