@@ -49,9 +49,10 @@ struct FileStore::LeftSlab {
       return fmt::format("it has {} bytes, which is no slab's length", look.bytes);
     if (std::cmp_not_equal(look.names, names.size())) {
       return fmt::format(
-          "it has {} names, and the checkpoints account for {}: another folder has it too (a copy by links, "
-          "an "
-          "unfinished save, a checkpoint that cannot be read), or a run that lives",
+          "it has {} names (hard links), and {} of them lie in the checkpoints that were named, or found "
+          "beside "
+          "them. Another folder has it too (a copy by links, an unfinished save, a checkpoint that cannot be "
+          "read), or a run that lives: find DISK -samefile FILE finds them",
           look.names, names.size());
     }
     if (!agree) return "its checkpoints name different bytes in one place";
@@ -167,8 +168,7 @@ void FileStore::take_slab(LeftSlab& slab, const FileId& id, std::span<const Kept
                       .detail = "it lies on none of the run's NVMe folders' file systems"});
   }
   // Without its mark a folder could go, or be copied, and nobody would notice.
-  for (const auto& [place, name] : slab.names)
-    share_of(kept[name.folder], taken.folders[name.folder], *lane);
+  for (const auto& [place, name] : slab.names) share_of(kept[name.folder], taken.folders[name.folder], *lane);
   const auto number = static_cast<uint32_t>(slab_count());
   SlabFile file = lanes_[*lane].folder.link_slab(number, outside, id, std::ssize(slab.names), watch_.get());
   const int64_t bytes = file.bytes;

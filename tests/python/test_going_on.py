@@ -108,7 +108,7 @@ def test_what_an_unfinished_save_left_is_removed_and_one_under_way_is_not(left, 
     (run / "mine.partial").mkdir()
     (run / "mine.partial" / "notes").write_text("mine")
     whole_but_for_its_name = run / "step-4.partial"
-    shutil.copytree(run / "step-2", whole_but_for_its_name)
+    shutil.copytree(run / "step-2", whole_but_for_its_name, copy_function=os.link)
     with pytest.warns(
         UserWarning, match=r"(step-3|other)\.partial: what a save left that was cut off is removed"
     ):
@@ -144,7 +144,7 @@ def test_a_copy_by_links_makes_the_run_take_new_room_and_say_why(left, begin, ca
     engine = begin(resume_from=run)
     said = capfd.readouterr().err
     assert "takes new room" in said and "a copy by links" in said and str(run) in said
-    assert "find -samefile" in said
+    assert "-samefile" in said
     engine.load_checkpoint(run / "step-2")
     step(engine)
     assert all(torch.equal(a, b) for a, b in zip(weights(engine), expected, strict=True))

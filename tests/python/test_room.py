@@ -54,7 +54,7 @@ def test_a_run_whose_slabs_another_folder_has_is_told_why_it_cannot_be_resumed(o
         subprocess.run(["cp", "-al", checkpoint, disk / "keepsake"], check=True)
         message = on_disk.fails(capfd, "train", "--out", out, "--resume", "--steps", 3)
         assert "a copy by links" in message and f"{checkpoint} and the checkpoints beside it hold" in message
-        assert "Move that checkpoint to another file system" in message and "train_after_save" in message
+        assert "move that checkpoint to another file system" in message and "train_after_save" in message
         shutil.rmtree(disk / "keepsake")
         on_disk.ok(capfd, "train", "--out", out, "--resume", "--steps", 3)
 

@@ -74,8 +74,9 @@ class Session:
         ranks.check_alike(self._shared(digest))
         torch.manual_seed(settings.seed + ranks.number)  # of dropout, whatever making the model drew
         try:
+            base = self.base if self._saves_on_the_way else None  # else its slabs have no free room
             self.engine, optimizer, _, _ = overspill.initialize(
-                model, chosen.config, checkpoint=weights, resume_from=self.base
+                model, chosen.config, checkpoint=weights, resume_from=base
             )
         except overspill.StoreError as error:
             if checkpoint is None or "space" not in str(error):
