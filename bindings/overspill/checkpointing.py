@@ -302,6 +302,7 @@ def _take_over(engine: Engine, taking: Taking) -> dict[str, Any]:
     with calls.Alone():
         calls.start_update(engine._residency, "engine.load_checkpoint")
         engine.optimizer.leave_states()
+        engine._residency.gradients.clear()  # they are of other weights
         after_scheduler(engine, taking.restore_scheduler, taking.apply)
         _show_loaded(engine, taking.buffers, taking.values)
         engine.global_steps = taking.found.global_steps

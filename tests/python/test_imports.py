@@ -131,6 +131,14 @@ def test_training_goes_on_as_under_fsdp2(start, fsdp2):
     assert train(ours, range(3, 6)) == pytest.approx(there, abs=1e-6)
 
 
+def test_a_gradient_of_before_is_not_for_the_weights_that_came(start, fsdp2):
+    ours = with_scheduler(start, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5))
+    ours.backward(ours(*batch(9)))
+    ours.load_checkpoint(fsdp2)
+    there = json.loads((fsdp2 / "losses.json").read_text())[3:]
+    assert train(ours, range(3, 6)) == pytest.approx(there, abs=1e-6)
+
+
 def test_another_scheduler_is_refused(start, fsdp2):
     ours = with_scheduler(start, lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
     with pytest.raises(CheckpointError, match="give initialize the scheduler that it was saved with"):
