@@ -152,10 +152,12 @@ class RunWriter {
 
   /// Elements as they lie in the checkpoint.
   std::span<const std::byte> read(const MergedTensor& tensor, int64_t begin, int64_t count) {
-    if (tensor.unit != unit_) {
-      unit_ = tensor.unit;
-      reader_.emplace(checkpoint_, *unit_);
+    if (!reader_) {
+      reader_.emplace(checkpoint_, *tensor.unit);
+    } else if (tensor.unit != unit_) {
+      reader_->turn_to(*tensor.unit);
     }
+    unit_ = tensor.unit;
     return reader_->read(tensor.segment->begin + begin, count, tensor.dtype);
   }
 

@@ -46,17 +46,18 @@ std::string merged_dtype(const ManifestUnit& unit, const std::string& wanted) {
   return converts ? wanted : unit.dtype;
 }
 
-WeightReader::WeightReader(const CheckpointReader& files, const ManifestUnit& unit)
-    : files_(files), unit_(unit) {
+void WeightReader::turn_to(const ManifestUnit& unit) {
+  unit_ = &unit;
+  pieces_.clear();
   for (const ManifestPiece& piece : unit.pieces) pieces_[piece.component].emplace(piece.begin, &piece);
 }
 
 std::span<const std::byte> WeightReader::read(int64_t begin, int64_t count, const std::string& dtype) {
-  const auto names = components_of(unit_);
+  const auto names = components_of(*unit_);
   // The weight that forward used, where that is wanted; of fp16 the master is nearer to the bf16 weight.
-  const bool own = dtype == unit_.dtype;
-  const bool master = !own && names.size() > 1 && unit_.format != "fp32";
-  if (own || !master || unit_.format != "fp16") gather(names[0], begin, count, hi_);
+  const bool own = dtype == unit_->dtype;
+  const bool master = !own && names.size() > 1 && unit_->format != "fp32";
+  if (own || !master || unit_->format != "fp16") gather(names[0], begin, count, hi_);
   if (own) return hi_.bytes;
   if (master) gather(names[1], begin, count, lo_);
   to_float(count);
@@ -68,7 +69,7 @@ std::span<const std::byte> WeightReader::read(int64_t begin, int64_t count, cons
 void WeightReader::gather(std::string_view component, int64_t begin, int64_t count, Run& run) const {
   run.bytes = {};
   if (count == 0) return;
-  const int64_t element_bytes = component_element_bytes(unit_, component);
+  const int64_t element_bytes = component_element_bytes(*unit_, component);
   const auto& pieces = pieces_.find(component)->second;
   auto at = std::prev(pieces.upper_bound(begin));
   for (int64_t element = begin; element < begin + count; ++at) {
@@ -94,20 +95,20 @@ void WeightReader::join(int64_t count, Join value) {
 void WeightReader::to_float(int64_t count) {
   floats_.resize(count);
   const std::span<const std::byte> hi = hi_.bytes, lo = lo_.bytes;
-  if (unit_.format == "exact" || unit_.format == "compact") {
+  if (unit_->format == "exact" || unit_->format == "compact") {
     join(count, [=](int64_t i) {
       return std::bit_cast<float>(optim::join_split(load<uint16_t>(hi, i), load<int16_t>(lo, i)));
     });
-  } else if (unit_.format == "8bit") {
+  } else if (unit_->format == "8bit") {
     join(count, [=](int64_t i) {
       const auto low = static_cast<int16_t>(load<int8_t>(lo, i) * 256);
       return std::bit_cast<float>(optim::join_split(load<uint16_t>(hi, i), low));
     });
-  } else if (unit_.format == "fp16") {
+  } else if (unit_->format == "fp16") {
     join(count, [=](int64_t i) { return load<float>(lo, i); });
-  } else if (unit_.dtype == "F32") {
+  } else if (unit_->dtype == "F32") {
     join(count, [=](int64_t i) { return load<float>(hi, i); });
-  } else if (unit_.dtype == "F16") {
+  } else if (unit_->dtype == "F16") {
     join(count, [=](int64_t i) { return half_to_float(load<uint16_t>(hi, i)); });
   } else {
     join(count,

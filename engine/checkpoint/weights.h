@@ -22,7 +22,10 @@ std::string merged_dtype(const ManifestUnit& unit, const std::string& wanted);
 /// outlive this.
 class WeightReader {
  public:
-  WeightReader(const CheckpointReader& files, const ManifestUnit& unit);
+  WeightReader(const CheckpointReader& files, const ManifestUnit& unit) : files_(files) { turn_to(unit); }
+
+  /// Reads another unit from now on, into the same memory.
+  void turn_to(const ManifestUnit& unit);
 
   /// Elements [begin, begin + count) in the format `dtype`, one that merged_dtype gave. Every byte is
   /// verified. Valid until the next call.
@@ -43,7 +46,7 @@ class WeightReader {
   void to_bf16(int64_t count);
 
   const CheckpointReader& files_;
-  const ManifestUnit& unit_;
+  const ManifestUnit* unit_ = nullptr;
   std::map<std::string, std::map<int64_t, const ManifestPiece*>, std::less<>>
       pieces_;  // component -> begin -> piece
   Run hi_, lo_;
