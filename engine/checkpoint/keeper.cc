@@ -16,6 +16,7 @@
 #include "engine/checkpoint/index_file.h"
 #include "engine/checkpoint/manifest_check.h"
 #include "engine/checkpoint/manifest_unit.h"
+#include "engine/checkpoint/restore.h"
 #include "engine/checkpoint/save_folder.h"
 #include "engine/checkpoint/taking_over.h"
 #include "io/checksum.h"
@@ -420,8 +421,7 @@ bool CheckpointKeeper::take_piece(const fs::path& folder, int32_t unit, const Ma
 }
 
 void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest) {
-  std::vector<std::byte> buffer;
-  io::StallWatch::Progress progress(core_.store.watch(), io::Operation::read, folder.string());
+  std::vector<RestoredPiece> pieces;
   for (const ManifestUnit& found : manifest.units) {
     const int32_t index = index_of(found.name);
     const Unit& unit = setup_.layout.units[index];
@@ -429,22 +429,13 @@ void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest) {
     for (const ManifestPiece& piece : found.pieces) {
       const Component component{static_cast<uint8_t>(unit.component_named(piece.component))};
       const Overlap own = overlap(unit, piece);
-      if (own.elements <= 0) continue;
-      progress.moved();
-      if (take_piece(folder, index, piece, component, own)) continue;
-      if (unit.scaled(component)) {  // the scales lie behind the whole piece
-        buffer.resize(static_cast<size_t>(component_bytes(found, piece.component, piece.elements)));
-        read_range(folder, piece.range, buffer);  // the range may be longer, by any amount
-        access_.write_piece(index, component, own.in_shard, own.elements, buffer, piece.elements,
-                            own.in_piece);
-      } else {
-        const int64_t width = component_element_bytes(found, piece.component);
-        buffer.resize(static_cast<size_t>(own.elements * width));
-        read_range_part(folder, piece.range, own.in_piece * width, buffer);
-        access_.write_piece(index, component, own.in_shard, own.elements, buffer, own.elements, 0);
-      }
+      if (own.elements <= 0 || take_piece(folder, index, piece, component, own)) continue;
+      pieces.push_back({index, &found, &piece, own.in_shard, own.in_piece, own.elements});
     }
   }
+  io::StallWatch::Progress progress(core_.store.watch(), io::Operation::read, folder.string());
+  restore_pieces(CheckpointReader(folder, CheckpointReader::Through::page_cache), setup_, access_, pieces,
+                 [&](int64_t) { progress.moved(); });
 }
 
 }  // namespace overspill::engine

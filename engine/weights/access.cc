@@ -214,6 +214,20 @@ void Access::write_piece(int32_t unit, Component component, int64_t begin, int64
   });
 }
 
+std::vector<std::span<std::byte>> Access::at_home(int32_t unit, Component component, int64_t begin,
+                                                  int64_t elements) {
+  const int64_t width = setup_.layout.units[unit].component_element_bytes(component);
+  std::vector<std::span<std::byte>> parts;
+  bool all = true;
+  for_each_part(unit, component, begin, elements, [&](const Part& part) {
+    std::byte* const home = model_.chunks[part.chunk].home[static_cast<size_t>(component)];
+    all = all && home != nullptr;
+    if (all) parts.emplace_back(home + part.in_chunk * width, static_cast<size_t>(part.elements * width));
+  });
+  if (!all) parts.clear();
+  return parts;
+}
+
 void Access::read_weights(int32_t unit, int64_t begin, std::span<float> values) {
   const auto elements = static_cast<int64_t>(values.size());
   WeightBuffers buffers(setup_.layout.units[unit], std::min(kPieceElements, elements));

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "engine/core/core.h"
 #include "engine/core/hardware.h"
@@ -42,6 +43,11 @@ class Access {
   void write_piece(int32_t unit, Component component, int64_t begin, int64_t elements,
                    std::span<const std::byte> piece, int64_t piece_elements, int64_t skip)
       EXCLUDES(engine_mutex);
+
+  /// Where elements of a component are, in their order, if all of them are in memory; nothing otherwise. Any
+  /// threads may write there what write_piece() would, each other bytes.
+  std::vector<std::span<std::byte>> at_home(int32_t unit, Component component, int64_t begin,
+                                            int64_t elements);
 
   /// Reads or writes the fp32 master of a trainable unit, converting from or to its format (Format::eight_bit
   /// keeps 24 bits).
