@@ -1,7 +1,6 @@
 // Helpers for the store's files: errors of system calls, durable names, room on a file system.
 #pragma once
 
-#include <compare>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -29,7 +28,10 @@ struct FileId {
   uint64_t device = 0;
   uint64_t inode = 0;
 
-  friend auto operator<=>(const FileId&, const FileId&) = default;
+  friend bool operator==(const FileId&, const FileId&) = default;
+  friend bool operator<(const FileId& a, const FileId& b) {
+    return a.device != b.device ? a.device < b.device : a.inode < b.inode;
+  }
 };
 
 /// What the file system says of a file, at this moment: network file systems answer from a cache unless they
