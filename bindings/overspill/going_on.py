@@ -37,7 +37,8 @@ def checkpoints(resume_from: Any, group: ranks.Group | None, settings: Config) -
                 )
             elif settings.budget.nvme:
                 _remove_unfinished(found)
-    return ranks.rank_0s(group, [path for path in found if _is_complete(path)])
+    whole = [os.fspath(path) for path in found if _is_complete(path)]
+    return [Path(path) for path in ranks.rank_0s(group, whole)]
 
 
 def inside(checkpoint: Any, name: str) -> list[Path] | None:

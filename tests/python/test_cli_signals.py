@@ -22,7 +22,7 @@ def test_a_signal_saves_and_says_how_to_go_on(number, bench, spilling, finished,
     _, err = process.communicate(timeout=240)
     assert process.returncode == 128 + number, err
     assert f"go on with: overspill train --out {out} --resume (" in err and "Traceback" not in err
-    assert re.search(r"--resume \((WARNING: )?going on with --resume reserves [\d.]+ MiB again, ", err), err
+    assert re.search(r"--resume \(going on with --resume needs no more of the disk: .* [\d.]+ MiB ", err), err
     assert 2 <= len(tiny.log(out)) < 8, "the signal came too late to show anything"
     bench.ok(capsys, "train", "--out", out, "--resume")
     assert tiny.losses(out) == tiny.losses(finished)

@@ -54,7 +54,8 @@ class Maker:
 
 def same(a, b, close=False):
     if isinstance(a, torch.Tensor):
-        equal = partial(torch.allclose, rtol=1e-5, atol=1e-7) if close else torch.equal
+        # Adam divides by the root of v: what CPUs round otherwise came to 1.4e-5 after eight steps.
+        equal = partial(torch.allclose, rtol=3e-5, atol=1e-7) if close else torch.equal
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and equal(a, b)
     if isinstance(a, np.ndarray):
         return np.array_equal(a, b)
