@@ -302,7 +302,7 @@ TEST_F(Fuse, CtrlCEndsARunOnOneThatHangs) {
   const pid_t child = ::fork();
   if (child == 0) {
     ::execl(OVERSPILL_FAULT_CHILD, "fault_child", here.c_str(), here.c_str(), "hung", number.c_str(),
-            nullptr);
+            "blocking", nullptr);
     ::_exit(127);
   }
   EXPECT_TRUE(eventually([&] { return life->saves_done >= 1; }));
