@@ -36,10 +36,9 @@ struct FileStore::LeftSlab {
     std::filesystem::path path;
   };
   FileLook look;
-  std::map<std::pair<FileId, std::string>, Name>
-      names;                        // by the folder that has it: however often it is named
-  std::map<int64_t, Range> ranges;  // by offset
-  bool agree = true;                // all that name a range there mean the same
+  std::map<std::pair<FileId, std::string>, Name> names;  // by folder: once, however often that is named
+  std::map<int64_t, Range> ranges;                       // by offset
+  bool agree = true;                                     // all that name a range there mean the same
 
   const std::filesystem::path& first() const { return names.begin()->second.path; }
 
@@ -50,8 +49,8 @@ struct FileStore::LeftSlab {
     if (std::cmp_not_equal(look.names, names.size())) {
       return fmt::format(
           "it has {} names (hard links), and {} of them lie in the checkpoints that were named, or found "
-          "beside "
-          "them. Another folder has it too (a copy by links, an unfinished save, a checkpoint that cannot be "
+          "beside them. Another folder has it too (a copy by links, an unfinished save, a checkpoint that "
+          "cannot be "
           "read), or a run that lives: find DISK -samefile FILE finds them",
           look.names, names.size());
     }

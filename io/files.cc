@@ -102,6 +102,12 @@ int64_t available_bytes(const std::filesystem::path& path) {
   return static_cast<int64_t>(info.f_bavail) * static_cast<int64_t>(info.f_frsize);
 }
 
+bool beyond_limit(int64_t file_bytes) {
+  rlimit limit{};
+  return ::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
+         static_cast<uint64_t>(file_bytes) > limit.rlim_cur;
+}
+
 // Not posix_fallocate: where the kernel has no call for it, that writes one byte to each block.
 int take_space(int fd, int64_t bytes) {
   while (::fallocate(fd, 0, 0, bytes) != 0) {

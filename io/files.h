@@ -61,6 +61,10 @@ bool refuses_links(int os_error);
 /// Bytes this user may still take on the file system of `path`; 0 where that cannot be told.
 int64_t available_bytes(const std::filesystem::path& path);
 
+/// Whether this process may write no file of such a length (ulimit -f): the kernel would send SIGXFSZ, which
+/// ends the process.
+bool beyond_limit(int64_t file_bytes);
+
 /// Takes the file system's room for the first `bytes` of an open file: no later write there needs any.
 /// Returns 0 or an errno, EOPNOTSUPP where the file system or the kernel has no call for it.
 int take_space(int fd, int64_t bytes);

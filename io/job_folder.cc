@@ -6,7 +6,6 @@
 #include <linux/magic.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/vfs.h>
@@ -169,13 +168,6 @@ void warn_of_open_base(int base, const std::filesystem::path& path) {
       fmt::format("every user may rename and remove what lies in {} (mode {:04o}): chmod +t, or a folder "
                   "of your own, keeps a run's files safe",
                   path.string(), info.st_mode & 07777));
-}
-
-// Beyond this limit the kernel would send SIGXFSZ, which ends the process.
-bool beyond_limit(int64_t file_bytes) {
-  rlimit limit{};
-  return ::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
-         static_cast<uint64_t>(file_bytes) > limit.rlim_cur;
 }
 
 int reserve_space(StallWatch* watch, const SlabFile& slab, int64_t bytes) {

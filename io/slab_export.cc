@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -295,11 +294,7 @@ ExtentFile::ExtentFile(const std::filesystem::path& folder, const std::string& j
     ::unlink(path_.c_str());
     throw error;
   };
-  rlimit limit{};
-  if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
-      static_cast<uint64_t>(bytes_total) > limit.rlim_cur) {
-    refuse(EFBIG);
-  }
+  if (beyond_limit(bytes_total)) refuse(EFBIG);
   const int refused = take_space(fd_.get(), bytes_total);
   if (refused == 0) return;
   if (refused != EOPNOTSUPP) refuse(refused);

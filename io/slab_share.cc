@@ -2,13 +2,13 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <random>
 #include <utility>
 
+#include "io/files.h"
 #include "io/stall_watch.h"
 
 namespace overspill::io {
@@ -19,11 +19,9 @@ constexpr const char* kOwnName = "slab-mark";
 
 /// Names of the file that do not lie in the job's folder; nothing where that cannot be told.
 std::optional<int64_t> links_outside(int fd, const std::filesystem::path& own) {
-  struct statx info {};
-  // Network file systems answer from a cache unless they are told not to.
-  if (::statx(fd, "", AT_EMPTY_PATH | AT_STATX_FORCE_SYNC, STATX_NLINK | STATX_INO, &info) != 0)
-    return std::nullopt;
-  return static_cast<int64_t>(info.stx_nlink) - (same_file(fd, own) ? 1 : 0);
+  const auto look = look_at(fd);
+  if (!look) return std::nullopt;
+  return look->names - (same_file(fd, own) ? 1 : 0);
 }
 
 void explain(int fd, const std::string& job, uint64_t number) {

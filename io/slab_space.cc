@@ -64,8 +64,7 @@ Extent SlabSpace::occupy(uint32_t number, int64_t offset, int64_t bytes, std::sp
   if (offset > begin) slab.free_runs.emplace(begin, offset - begin);
   if (offset + bytes < begin + length)
     slab.free_runs.emplace(offset + bytes, begin + length - offset - bytes);
-  if (++last_generation_ == 0) ++last_generation_;
-  Record record{last_generation_, bytes,
+  Record record{next_generation(), bytes,
                 std::pmr::vector<uint64_t>(checksums.begin(), checksums.end(), &pool_)};
   record.pins = pins;
   record.released = true;
@@ -131,14 +130,18 @@ Extent SlabSpace::allocate(int64_t bytes, int group) {
   return {};
 }
 
+uint32_t SlabSpace::next_generation() {
+  if (++last_generation_ == 0) ++last_generation_;  // 0 is an empty extent's
+  return last_generation_;
+}
+
 Extent SlabSpace::allocate_in(Slab& slab, uint32_t number, int64_t bytes) {
   const auto run = std::find_if(slab.free_runs.begin(), slab.free_runs.end(),
                                 [&](const auto& candidate) { return candidate.second >= bytes; });
   if (run == slab.free_runs.end()) return {};
   const auto [offset, run_bytes] = *run;
 
-  if (++last_generation_ == 0) ++last_generation_;
-  Record record{last_generation_, bytes,
+  Record record{next_generation(), bytes,
                 std::pmr::vector<uint64_t>(static_cast<size_t>(checksum_blocks(bytes)), &pool_)};
   slab.records.emplace(offset, std::move(record));
 

@@ -83,6 +83,7 @@ class SlabSpace {
     std::pmr::unordered_map<int64_t, Record> records;
   };
 
+  uint32_t next_generation() REQUIRES(mutex_);
   Extent allocate_in(Slab& slab, uint32_t number, int64_t bytes) REQUIRES(mutex_);
   Record* find(const Extent& extent) REQUIRES(mutex_);
   const Record* find(const Extent& extent) const REQUIRES(mutex_) {

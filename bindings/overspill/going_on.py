@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import _core, given, ranks, saves
+from . import given, ranks, saves
 from .config import Config
 from .folders import FolderError
 
@@ -117,8 +117,7 @@ def _series(path: Path) -> str | Path:
 
 def _slabs(path: Path) -> Iterator[tuple[int, int]]:
     """The files, whatever their names, that a checkpoint, or a save under way, has of slabs."""
-    folders = [path, *path.glob("rank*/")]
-    for folder in [*folders, *(part for each in folders for part in _core.parts_of(each))]:
+    for folder in saves.with_parts([path, *path.glob("rank*/")]):
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
                 status = entry.stat(follow_symlinks=False)

@@ -19,7 +19,6 @@
 #include "engine/checkpoint/restore.h"
 #include "engine/checkpoint/save_folder.h"
 #include "engine/checkpoint/taking_over.h"
-#include "io/checksum.h"
 #include "io/files.h"
 #include "io/part_folder.h"
 #include "io/say.h"

@@ -144,6 +144,7 @@ struct VerifyResult {
 };
 VerifyResult verify_checkpoint(const std::filesystem::path& folder, void (*progress)(void*, int64_t, int64_t),
                                void* context);
+
 /// Streams a checkpoint into Hugging Face safetensors files in `out` (created; must be empty or absent):
 /// model.safetensors, or shards of at most `shard_bytes` with an index. `dtype` is "bf16" or "fp32": the
 /// first takes `hi` alone where that is bf16, else rounds the exact master; the second takes the master.

@@ -94,8 +94,7 @@ void say_left(const std::vector<std::string>& left) {
   if (left.empty()) return;
   io::say_on_stderr(
       fmt::format("overspill: warning: the run cannot go on in {} of the files that its checkpoints hold, "
-                  "and takes new room in their "
-                  "place. The first: {}",
+                  "and takes new room in their place. The first: {}",
                   left.size(), left.front()));
 }
 

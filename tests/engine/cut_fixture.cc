@@ -16,10 +16,11 @@
 #include "engine/checkpoint/manifest.h"
 #include "engine/checkpoint/save_folder.h"
 #include "engine/resources.h"
-#include "io/file_store.h"
 #include "io/part_folder.h"
+#include "tests/engine/equal_store.h"
 #include "tests/engine/rank_world.h"
 #include "tests/engine/toy_model.h"
+#include "tests/test_folders.h"
 
 namespace overspill::testing {
 
@@ -66,11 +67,7 @@ std::vector<engine::UnitSpec> cut_units(int64_t rows) {
 
 fs::path cut_folder(const std::string& name) {
   const fs::path memory = "/dev/shm";
-  fs::path folder = (fs::is_directory(memory) ? memory : fs::temp_directory_path()) /
-                    fmt::format("test-of-overspill-cut-{}-{}", name, ::getpid());
-  fs::remove_all(folder);
-  fs::create_directories(folder);
-  return folder;
+  return empty_folder(fs::is_directory(memory) ? memory : fs::temp_directory_path(), "cut-" + name);
 }
 
 // ---- turns
@@ -270,14 +267,8 @@ std::unique_ptr<Engine> Cut::engine_of(int rank, std::unique_ptr<engine::Communi
   engine::Resources resources =
       make_resources(units(), config, {"host", "memory", static_cast<uint64_t>(rank + 1)}, std::move(ranks));
   if (std::string_view(GetParam().store) == "threads") {
-    // With speeds given, so that nothing is measured: that would be in the log.
-    resources.store =
-        io::make_file_store({.paths = config.nvme,
-                             .job = config.job,
-                             .backend = io::FileStoreOptions::Backend::threads,
-                             .speeds = std::vector<io::PathSpeed>(config.nvme.size(), {1e9, 1e9}),
-                             .patience = {},
-                             .result_hook = {}});
+    // It measures nothing: that would be in the log.
+    resources.store = equally_fast_store(config);
     resources.watch = resources.store->watch();
   }
   return std::make_unique<Engine>(units(), config, std::move(resources));

@@ -14,10 +14,10 @@
 #include "engine/checkpoint/manifest.h"
 #include "engine/checkpoint/save_folder.h"
 #include "engine/resources.h"
-#include "io/file_store.h"
 #include "io/part_folder.h"
+#include "tests/engine/equal_store.h"
 #include "tests/engine/toy_model.h"
-#include "tests/same_file_system.h"
+#include "tests/test_folders.h"
 
 namespace overspill::testing {
 namespace {
@@ -25,13 +25,6 @@ namespace {
 namespace fs = std::filesystem;
 using engine::Config;
 using engine::Engine;
-
-fs::path own_folder(const fs::path& parent) {
-  fs::path folder = parent / fmt::format("test-of-overspill-shared-test-{}", ::getpid());
-  fs::remove_all(folder);
-  fs::create_directories(folder);
-  return folder;
-}
 
 class SharedCheckpoint : public ::testing::Test {
  protected:
@@ -55,15 +48,8 @@ class SharedCheckpoint : public ::testing::Test {
     config.placement = engine::Placement::nvme;
     change(config);
     engine::Resources resources = make_resources(toy_units(), config, {"host", "threads", 1});
-    // As if both disks were as fast: which of them gets what must not depend on this machine's.
     resources.store.reset();
-    resources.store =
-        io::make_file_store({.paths = config.nvme,
-                             .job = config.job,
-                             .backend = io::FileStoreOptions::Backend::threads,
-                             .speeds = std::vector<io::PathSpeed>(config.nvme.size(), {1e9, 1e9}),
-                             .patience = {},
-                             .result_hook = {}});
+    resources.store = equally_fast_store(config);
     auto engine = std::make_unique<Engine>(toy_units(), config, std::move(resources));
     toy_load(*engine);
     for (int step = 0; step < 2; ++step) toy_step(*engine, step, 1, 0);
@@ -76,8 +62,8 @@ class SharedCheckpoint : public ::testing::Test {
     return engine.stats().store.allocated_bytes;
   }
 
-  fs::path here_ = own_folder(fs::temp_directory_path());
-  fs::path there_ = own_folder("/dev/shm");
+  fs::path here_ = empty_folder(fs::temp_directory_path(), "shared-test");
+  fs::path there_ = empty_folder("/dev/shm", "shared-test");
 };
 
 TEST_F(SharedCheckpoint, OnAnotherDiskHoldsNothingHere) {

@@ -11,6 +11,7 @@
 #include "engine/resources.h"
 #include "tests/engine/file_calls.h"
 #include "tests/engine/toy_model.h"
+#include "tests/test_folders.h"
 
 namespace overspill::testing {
 namespace {
@@ -39,9 +40,7 @@ class Syncs final : public FileWatcher {
 };
 
 TEST(TakingOverAfterASync, NothingIsTakenWithoutIt) {
-  const fs::path folder =
-      fs::temp_directory_path() / ("test-of-overspill-synced-" + std::to_string(::getpid()));
-  fs::create_directories(folder);
+  const fs::path folder = empty_folder(fs::temp_directory_path(), "synced");
   engine::Config config;
   config.host_budget_bytes = 64 << 20;
   config.nvme = {folder};

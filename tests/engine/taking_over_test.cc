@@ -23,7 +23,7 @@
 #include "tests/engine/rank_world.h"
 #include "tests/engine/toy_model.h"
 #include "tests/io/loop_disk.h"
-#include "tests/same_file_system.h"
+#include "tests/test_folders.h"
 
 namespace overspill::testing {
 namespace {
@@ -31,13 +31,6 @@ namespace {
 namespace fs = std::filesystem;
 using engine::Config;
 using engine::Engine;
-
-fs::path empty_folder_in(const fs::path& parent) {
-  fs::path folder = parent / fmt::format("test-of-overspill-taking-over-{}", ::getpid());
-  fs::remove_all(folder);
-  fs::create_directories(folder);
-  return folder;
-}
 
 class TakingOver : public ::testing::Test {
  protected:
@@ -97,8 +90,8 @@ class TakingOver : public ::testing::Test {
     EXPECT_NO_THROW(engine::verify_checkpoint(checkpoint, nullptr, nullptr)) << checkpoint;
   }
 
-  fs::path here_ = empty_folder_in(fs::temp_directory_path());
-  fs::path there_ = empty_folder_in("/dev/shm");
+  fs::path here_ = empty_folder(fs::temp_directory_path(), "taking-over");
+  fs::path there_ = empty_folder("/dev/shm", "taking-over");
   std::vector<fs::path> paths_{here_};
   std::vector<float> at_two_;
   int64_t reserved_ = 0;

@@ -48,9 +48,7 @@ class Room:
     out: Path
     keep: int
     saved: int  # checkpoints that are there already
-    trains_on: (
-        bool  # after a save (engine.train_after_save); else the reserve is one copy, which a checkpoint holds
-    )
+    trains_on: bool  # after a save; else the reserve is one copy of the states, which a checkpoint holds
     reserve_bytes: int  # on all NVMe folders together
     linked_bytes: int  # of those, what a checkpoint links: it stays on the disks as long as one of them does
     copied_bytes: int  # that each checkpoint writes
