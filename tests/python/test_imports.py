@@ -1,6 +1,7 @@
 """Checkpoints of DeepSpeed's ZeRO, written by DeepSpeed 0.19.6 (data/deepspeed/make.py), and of FSDP2, written here
 (dcp_job.py), open in an engine, and nothing in them is run."""
 
+import collections
 import io
 import json
 import pickle
@@ -342,6 +343,34 @@ def test_what_a_caller_lets_in_does_nothing(tmp_path):
         archive.writestr("archive/data.pkl", pickle.dumps([Shell()], protocol=2))
     (found,) = torch_file.read(path, {"posix.system"})
     assert isinstance(found, torch_file.Inert) and found.arguments == ("false",)
+
+
+class Member:
+    """As Python 3.11.0 to 3.11.3 pickle the member of an enum."""
+
+    def __init__(self, kind, name):
+        self.kind, self.name = kind, name
+
+    def __reduce__(self):
+        return getattr, (self.kind, self.name)
+
+
+def test_a_member_of_an_enum_is_inert_and_nothing_else_is_asked_for(tmp_path):
+    def written(*value):
+        path = tmp_path / "model.pt"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", pickle.dumps(Member(*value), protocol=2))
+        return path
+
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as encoding
+
+    enum = f"{encoding.__module__}.{encoding.__qualname__}"
+    found = torch_file.read(written(encoding, "TORCH_CONTIGUOUS_FORMAT"), {enum})
+    assert isinstance(found, torch_file.Inert) and found.arguments == ("TORCH_CONTIGUOUS_FORMAT",)
+    with pytest.raises(CheckpointError, match=r"names .*getattr"):
+        torch_file.read(written(encoding, "TORCH_CONTIGUOUS_FORMAT"))
+    with pytest.raises(CheckpointError, match=r"asks for 'mro' of .*OrderedDict"):
+        torch_file.read(written(collections.OrderedDict, "mro"), {enum})
 
 
 def tensors(tmp_path, value):
