@@ -264,6 +264,10 @@ class Engine {
   void hurry_save() const;
   /// Of the save that is under way, or of the last one; of this rank's part.
   SaveProgress save_progress() const;
+  /// Weights, states and step counts of a checkpoint; returns its extra_json. After a step a damaged
+  /// checkpoint changes nothing, since all bytes are compared with their checksums first. Before any step each
+  /// byte is read once, and compared on its way: where one is damaged, load() throws, and until another load
+  /// comes through all calls but load(), close() and those that only look throw CheckpointError.
   std::string load(const std::filesystem::path& folder);
 
   /// The device whose memory leased weights are in.
@@ -305,6 +309,7 @@ class Engine {
   static std::shared_ptr<Machine> build(const std::vector<UnitSpec>& units, const Config& config,
                                         Resources resources);
   Machine& machine() const;
+  Machine& machine_to_load() const;
   Machine& machine_to_look_at() const;
   enum class Arrived : uint8_t { when_it_is_leased, when_it_is_used };  // on the device
   Lease lease(int32_t unit, Arrived arrived);

@@ -40,6 +40,17 @@ void change(Machine& m, const std::string& what, Change apply) {
   }
 }
 
+/// What `pass` throws, so that the other ranks can be told of it first; null where it returns.
+template <class Do>
+std::exception_ptr attempt(Do pass) {
+  try {
+    pass();
+    return nullptr;
+  } catch (const std::exception&) {
+    return std::current_exception();
+  }
+}
+
 /// For the report: while this object lives, the report counts the caller's time as spent in the engine.
 class InCall {
  public:

@@ -112,10 +112,16 @@ Machine& Engine::machine_to_look_at() const {
   return *machine_;
 }
 
-Machine& Engine::machine() const {
+Machine& Engine::machine_to_load() const {
   machine_->check_process();
   if (machine_->closed) throw std::invalid_argument(std::string(kClosed));
   return *machine_;
+}
+
+Machine& Engine::machine() const {
+  Machine& m = machine_to_load();
+  m.check_loaded();
+  return m;
 }
 
 void Engine::close() {
@@ -295,28 +301,6 @@ SaveProgress Engine::save_progress() const {
   const Machine& m = machine_to_look_at();
   const SaveMeter& meter = m.keeper.meter();
   return {.under_way = m.background.under_way(), .bytes = meter.bytes, .done_bytes = meter.done()};
-}
-
-std::string Engine::load(const std::filesystem::path& folder) {
-  Machine& m = machine();
-  m.wait_for_save();
-  m.keeper.require_room_to_change();
-  const Manifest manifest = m.verify(folder);
-  m.intake.finish();
-  MutexLock lock(m.core.mutex());
-  const Rounds::Change changing(m.rounds);
-  std::vector<int32_t> all(m.model.units.size());
-  std::iota(all.begin(), all.end(), 0);
-  m.prepare_to_change(all);
-  lock.unlock();
-  m.gradients.clear();
-  m.forget_clip();
-  change(m, "loading " + folder.string() + " was cut off", [&] { m.keeper.load(folder, manifest); });
-  lock.lock();
-  m.steps = manifest.step;
-  m.skipped_steps = manifest.skipped_steps;
-  m.handed_over = true;
-  return manifest.extra_json;
 }
 
 }  // namespace overspill::engine

@@ -68,7 +68,9 @@ class Machine : public Owners {
   void forget_snapshot(const std::string& name) REQUIRES(engine_mutex);
   /// Waits for that, if there is one; throws its error, on all ranks.
   void wait_for_save() EXCLUDES(engine_mutex);
-  Manifest verify(const std::filesystem::path& folder);
+  Manifest open(const std::filesystem::path& folder);
+  void load_verified(const std::filesystem::path& folder, const Manifest& manifest) EXCLUDES(engine_mutex);
+  void load_once(const std::filesystem::path& folder, const Manifest& manifest) EXCLUDES(engine_mutex);
 
   /// Completes `out`, a segment's elements of `width` bytes each: this rank has filled in its own, the other
   /// ranks send theirs. Collective.
@@ -97,6 +99,9 @@ class Machine : public Owners {
   Part part_of(int rank, int32_t unit, int32_t segment) const;
   Part own_part(int32_t unit, int32_t segment) const { return part_of(setup.layout.shard, unit, segment); }
 
+  /// Throws CheckpointError, which says so, after a load that met damage on its way, until another has come
+  /// through.
+  void check_loaded() const;
   /// Throws WrongProcess in a forked child.
   void check_process() const;
 
@@ -145,6 +150,8 @@ class Machine : public Owners {
   std::optional<double> clipped;  // by clip_grad_norm(): the factor of the gradients that are there
   bool caller_clipped = false;    // the present gradients: step() does not apply the configured limit
   std::atomic<bool> closed = false;
+  std::atomic<bool> half_loaded = false;               // by load_once()
+  std::string half_loaded_by;                          // written before it
   std::exception_ptr unsaved;                          // by shut_down(): of a save that it waited for
   bool kernel_keeps_memory = false;                    // a hung disk may still write into it: never freed
   const io::OwnProcess process;                        // in its forked children nothing works
@@ -153,6 +160,9 @@ class Machine : public Owners {
  private:
   std::vector<std::string> tell(Meeting meeting, const std::exception_ptr& error,
                                 const std::string& words = {});
+  /// Runs `load`, which replaces all weights and states; gradients are gone.
+  template <class Load>
+  void replace_all(Load load) EXCLUDES(engine_mutex);
   void take_all(RankPart& part) EXCLUDES(engine_mutex);
   void mark(RankPart& part) EXCLUDES(engine_mutex);
   void give_up(const std::filesystem::path& folder, bool prepared) EXCLUDES(engine_mutex);

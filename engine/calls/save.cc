@@ -9,21 +9,12 @@
 #include <utility>
 #include <vector>
 
+#include "engine/calls/calls.h"
 #include "engine/calls/machine.h"
 #include "engine/checkpoint/background_save.h"
 
 namespace overspill::engine {
 namespace {
-
-template <class Do>
-std::exception_ptr attempt(Do pass) {
-  try {
-    pass();
-    return nullptr;
-  } catch (const std::exception&) {
-    return std::current_exception();
-  }
-}
 
 constexpr int64_t kWordsMax = int64_t{1} << 20;  // of an error's text
 
@@ -207,12 +198,6 @@ void Machine::forget_snapshot(const std::string& name) {
 void Machine::wait_for_save() {
   if (!background.started()) return;
   tell(Meeting::save, background.join());
-}
-
-Manifest Machine::verify(const std::filesystem::path& folder) {
-  Manifest manifest;
-  tell(Meeting::load, attempt([&] { manifest = keeper.verify(folder); }));
-  return manifest;
 }
 
 }  // namespace overspill::engine

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <span>
@@ -46,6 +47,11 @@ class CheckpointReader {
   mutable Mutex mutex_;
   mutable std::map<std::string, std::shared_ptr<const CheckpointFile>, std::less<>> open_ GUARDED_BY(mutex_);
 };
+
+/// Compares every byte of the ranges with its checksum, by several threads. report(bytes so far): on the
+/// calling thread. Throws CheckpointError naming what is damaged or missing.
+void verify_ranges(const CheckpointReader& files, std::span<const FileRange* const> ranges,
+                   const std::function<void(int64_t)>& report);
 
 /// verify_checkpoint for a manifest that is read already; of its pieces alone.
 VerifyResult verify_data(const CheckpointReader& files, const Manifest& manifest,

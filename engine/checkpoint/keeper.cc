@@ -12,11 +12,9 @@
 #include <utility>
 
 #include "engine/checkpoint/checkpoint_file.h"
-#include "engine/checkpoint/checkpoint_reader.h"
 #include "engine/checkpoint/index_file.h"
 #include "engine/checkpoint/manifest_check.h"
 #include "engine/checkpoint/manifest_unit.h"
-#include "engine/checkpoint/restore.h"
 #include "engine/checkpoint/save_folder.h"
 #include "engine/checkpoint/taking_over.h"
 #include "io/files.h"
@@ -325,7 +323,7 @@ void CheckpointKeeper::leave() {
   }
 }
 
-Manifest CheckpointKeeper::verify(const fs::path& folder) const {
+Manifest CheckpointKeeper::open(const fs::path& folder) const {
   io::StallWatch::Progress progress(core_.store.watch(), io::Operation::read, folder.string());
   Manifest manifest = read_manifest_text(folder);
   progress.moved();
@@ -344,13 +342,18 @@ Manifest CheckpointKeeper::verify(const fs::path& folder) const {
                                       folder.string(), manifest.units.size(), setup_.layout.units.size()));
   }
   read_shards(folder, manifest, needed(manifest));
-  progress.moved();
-  // Through the page cache: load() reads the same bytes once more.
-  verify_data(
-      CheckpointReader(folder, CheckpointReader::Through::page_cache), own_part(manifest),
-      [](void* progress, int64_t, int64_t) { static_cast<io::StallWatch::Progress*>(progress)->moved(); },
-      &progress);
+  drop_others(manifest);
   return manifest;
+}
+
+void CheckpointKeeper::verify(const fs::path& folder, const Manifest& manifest) const {
+  io::StallWatch::Progress progress(core_.store.watch(), io::Operation::read, folder.string());
+  std::vector<const FileRange*> ranges;
+  for (const ManifestUnit& unit : manifest.units) {
+    for (const ManifestPiece& piece : unit.pieces) ranges.push_back(&piece.range);
+  }
+  verify_ranges(CheckpointReader(folder, CheckpointReader::Through::page_cache), ranges,
+                [&](int64_t) { progress.moved(); });
 }
 
 /// The indexes that have elements of this rank's shard: no other file of other ranks is opened.
@@ -369,15 +372,12 @@ std::vector<size_t> CheckpointKeeper::needed(const Manifest& manifest) const {
   return indexes;
 }
 
-/// The pieces in which this rank has elements.
-Manifest CheckpointKeeper::own_part(const Manifest& manifest) const {
-  if (setup_.layout.shards == 1) return manifest;
-  Manifest part = manifest;
-  for (ManifestUnit& unit : part.units) {
+/// Leaves the pieces in which this rank has elements.
+void CheckpointKeeper::drop_others(Manifest& manifest) const {
+  for (ManifestUnit& unit : manifest.units) {
     const Unit& own = setup_.layout.units[index_of(unit.name)];
     std::erase_if(unit.pieces, [&](const ManifestPiece& piece) { return overlap(own, piece).elements <= 0; });
   }
-  return part;
 }
 
 int32_t CheckpointKeeper::index_of(const std::string& unit) const {
@@ -400,41 +400,57 @@ void CheckpointKeeper::count_steps(int32_t unit, const ManifestUnit& found) {
   for (size_t s = 0; s < found.segments.size(); ++s) model_.units[unit].steps[s] = found.segments[s].step;
 }
 
-/// A piece that is all of a chunk's component, and lies in a slab of this run's store, becomes the chunk's
-/// without a copy. The caller has verified it.
-bool CheckpointKeeper::take_piece(const fs::path& folder, int32_t unit, const ManifestPiece& piece,
-                                  Component component, const Overlap& own) {
-  if (!core_.store.exists() || own.in_piece != 0 || own.elements != piece.elements) return false;
-  const Unit& u = setup_.layout.units[unit];
+/// Nothing where its bytes have to be copied.
+std::optional<CheckpointKeeper::TakenPiece> CheckpointKeeper::taken_piece(const fs::path& folder,
+                                                                          const RestoredPiece& piece) const {
+  const FileRange& range = piece.piece->range;
+  if (!core_.store.exists() || piece.in_piece != 0 || piece.elements != piece.piece->elements) return {};
+  const Unit& u = setup_.layout.units[piece.unit];
+  const Component component{static_cast<uint8_t>(u.component_named(piece.piece->component))};
   for (int32_t c = u.first_chunk; c < u.first_chunk + u.chunk_count; ++c) {
     const Chunk& chunk = setup_.layout.chunks[c];
-    if (chunk.begin != own.in_shard) continue;
-    if (chunk.elements != own.elements || !setup_.in_store(c, component) ||
-        piece.range.bytes != io::round_up_to_block(setup_.component_bytes(c, component)))
-      return false;
-    const auto extent = core_.store->own_extent(path_of(folder, piece.range.file), piece.range.offset,
-                                                piece.range.bytes, piece.range.block_checksums);
-    return extent && access_.take(c, component, *extent);
+    if (chunk.begin != piece.in_shard) continue;
+    if (chunk.elements != piece.elements || !setup_.in_store(c, component) ||
+        range.bytes != io::round_up_to_block(setup_.component_bytes(c, component)))
+      return {};
+    const auto extent = core_.store->own_extent(path_of(folder, range.file), range.offset, range.bytes,
+                                                range.block_checksums);
+    if (!extent) return {};
+    return TakenPiece{piece, c, component, *extent};
   }
-  return false;
+  return {};
 }
 
-void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest) {
-  std::vector<RestoredPiece> pieces;
+void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest,
+                            CheckpointReader::Through through) {
+  std::vector<RestoredPiece> restored;
+  std::vector<TakenPiece> taken;
   for (const ManifestUnit& found : manifest.units) {
     const int32_t index = index_of(found.name);
     const Unit& unit = setup_.layout.units[index];
     count_steps(index, found);
     for (const ManifestPiece& piece : found.pieces) {
-      const Component component{static_cast<uint8_t>(unit.component_named(piece.component))};
       const Overlap own = overlap(unit, piece);
-      if (own.elements <= 0 || take_piece(folder, index, piece, component, own)) continue;
-      pieces.push_back({index, &found, &piece, own.in_shard, own.in_piece, own.elements});
+      const RestoredPiece wanted{index, &found, &piece, own.in_shard, own.in_piece, own.elements};
+      if (std::optional<TakenPiece> in_place = taken_piece(folder, wanted)) {
+        taken.push_back(*std::move(in_place));
+      } else {
+        restored.push_back(wanted);
+      }
     }
   }
+  const CheckpointReader files(folder, through);
   io::StallWatch::Progress progress(core_.store.watch(), io::Operation::read, folder.string());
-  restore_pieces(CheckpointReader(folder, CheckpointReader::Through::page_cache), setup_, access_, pieces,
-                 [&](int64_t) { progress.moved(); });
+  const auto report = [&](int64_t) { progress.moved(); };
+  if (through == CheckpointReader::Through::nothing) {  // nobody has read what is taken
+    std::vector<const FileRange*> ranges;
+    for (const TakenPiece& piece : taken) ranges.push_back(&piece.piece.piece->range);
+    verify_ranges(files, ranges, report);
+  }
+  for (const TakenPiece& piece : taken) {
+    if (!access_.take(piece.chunk, piece.component, piece.extent)) restored.push_back(piece.piece);
+  }
+  restore_pieces(files, setup_, access_, restored, report);
 }
 
 }  // namespace overspill::engine

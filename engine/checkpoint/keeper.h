@@ -14,8 +14,10 @@
 #include <string_view>
 #include <vector>
 
+#include "engine/checkpoint/checkpoint_reader.h"
 #include "engine/checkpoint/manifest.h"
 #include "engine/checkpoint/rank_part.h"
+#include "engine/checkpoint/restore.h"
 #include "engine/core/core.h"
 #include "engine/core/model_states.h"
 #include "engine/plan/setup.h"
@@ -74,12 +76,18 @@ class CheckpointKeeper {
   /// (Config::train_after_save).
   void require_room_to_change() EXCLUDES(engine_mutex);
 
-  /// Checks that the manifest fits this model, and that every byte this rank would load fits its checksum.
-  /// Throws CheckpointError naming what does not.
-  Manifest verify(const std::filesystem::path& folder) const;
+  // A load, in order (engine/calls/load.cc). Each throws CheckpointError naming what is damaged, missing or
+  // another model's.
 
-  /// Loads this rank's part of a verified checkpoint: weights, states and step counts.
-  void load(const std::filesystem::path& folder, const Manifest& manifest) EXCLUDES(engine_mutex);
+  /// The manifest, which fits this model, with the pieces that this rank would load.
+  Manifest open(const std::filesystem::path& folder) const;
+  /// Checks that every byte this rank would load fits its checksum. They come from the page cache when load()
+  /// reads them next.
+  void verify(const std::filesystem::path& folder, const Manifest& manifest) const;
+  /// Loads this rank's part: weights, states and step counts, each byte against its checksum. After an
+  /// exception some are loaded. `through`: page_cache after verify(), nothing where this is the only reading.
+  void load(const std::filesystem::path& folder, const Manifest& manifest, CheckpointReader::Through through)
+      EXCLUDES(engine_mutex);
 
  private:
   /// The part of a manifest's piece that this rank holds, in elements.
@@ -89,17 +97,25 @@ class CheckpointKeeper {
     int64_t elements;  // 0 or less: nothing
   };
 
+  /// A piece that is all of a chunk's component, and lies in a slab of this run's store.
+  struct TakenPiece {
+    RestoredPiece piece;
+    int32_t chunk = 0;
+    Component component = {};
+    io::Extent extent;
+  };
+
   std::string too_large() const;
   std::string rank_name() const;
   void forget_deleted();
   Overlap overlap(const Unit& own, const ManifestPiece& piece) const;
   std::vector<size_t> needed(const Manifest& manifest) const;
-  Manifest own_part(const Manifest& manifest) const;
+  void drop_others(Manifest& manifest) const;
   int32_t index_of(const std::string& unit) const;
   int64_t pinned_bytes() const;
   int64_t room_bytes() const;
-  bool take_piece(const std::filesystem::path& folder, int32_t unit, const ManifestPiece& piece,
-                  Component component, const Overlap& own);
+  std::optional<TakenPiece> taken_piece(const std::filesystem::path& folder,
+                                        const RestoredPiece& piece) const;
   std::filesystem::path own_folder(const std::filesystem::path& folder) const;
   void move_up(const std::filesystem::path& partial, const std::string& prefix) const;
   RankPart::Pinned end_part();

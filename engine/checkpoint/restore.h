@@ -1,4 +1,4 @@
-// Puts what was verified into its place: the second pass of a load.
+// Reads pieces of a checkpoint into their places, each byte against its checksum.
 #pragma once
 
 #include <cstdint>

@@ -31,17 +31,12 @@ struct VerifiedRun {
 
 }  // namespace
 
-VerifyResult verify_data(const CheckpointReader& files, const Manifest& manifest,
-                         void (*progress)(void*, int64_t, int64_t), void* context) {
-  VerifyResult result{.step = manifest.step, .files = std::ssize(files_of(manifest))};
+void verify_ranges(const CheckpointReader& files, std::span<const FileRange* const> ranges,
+                   const std::function<void(int64_t)>& report) {
   std::vector<VerifiedRun> runs;
-  for (const ManifestUnit& unit : manifest.units) {
-    result.parameters += static_cast<int64_t>(unit.segments.size());
-    for (const ManifestPiece& piece : unit.pieces) {
-      result.bytes += piece.range.bytes;
-      for (int64_t begin = 0; begin < piece.range.bytes; begin += kVerifyBytes)
-        runs.push_back({&piece.range, begin, std::min(kVerifyBytes, piece.range.bytes - begin)});
-    }
+  for (const FileRange* range : ranges) {
+    for (int64_t begin = 0; begin < range->bytes; begin += kVerifyBytes)
+      runs.push_back({range, begin, std::min(kVerifyBytes, range->bytes - begin)});
   }
   std::vector<io::PageBuffer> buffers(kVerifyThreads);
   side_by_side(
@@ -51,9 +46,23 @@ VerifyResult verify_data(const CheckpointReader& files, const Manifest& manifest
         files.read(*run.range, run.begin, run.bytes, buffers[static_cast<size_t>(worker)]);
         return run.bytes;
       },
-      [&](int64_t done) {
-        if (progress != nullptr) progress(context, done, result.bytes);
-      });
+      report);
+}
+
+VerifyResult verify_data(const CheckpointReader& files, const Manifest& manifest,
+                         void (*progress)(void*, int64_t, int64_t), void* context) {
+  VerifyResult result{.step = manifest.step, .files = std::ssize(files_of(manifest))};
+  std::vector<const FileRange*> ranges;
+  for (const ManifestUnit& unit : manifest.units) {
+    result.parameters += static_cast<int64_t>(unit.segments.size());
+    for (const ManifestPiece& piece : unit.pieces) {
+      result.bytes += piece.range.bytes;
+      ranges.push_back(&piece.range);
+    }
+  }
+  verify_ranges(files, ranges, [&](int64_t done) {
+    if (progress != nullptr) progress(context, done, result.bytes);
+  });
   return result;
 }
 

@@ -1,0 +1,98 @@
+// A checkpoint into an engine (docs/store.md). All ranks load it, or none.
+#include <fmt/format.h>
+
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "engine/calls/calls.h"
+#include "engine/calls/machine.h"
+#include "engine/engine.h"
+
+namespace overspill::engine {
+namespace {
+
+using Through = CheckpointReader::Through;
+
+}  // namespace
+
+void Machine::check_loaded() const {
+  if (half_loaded) throw CheckpointError(half_loaded_by);
+}
+
+Manifest Machine::open(const std::filesystem::path& folder) {
+  Manifest manifest;
+  tell(Meeting::load, attempt([&] { manifest = keeper.open(folder); }));
+  return manifest;
+}
+
+/// A run that has made steps would lose them to a damaged checkpoint: all ranks compare all bytes first.
+void Machine::load_verified(const std::filesystem::path& folder, const Manifest& manifest) {
+  tell(Meeting::load, attempt([&] { keeper.verify(folder, manifest); }));
+  replace_all([&] {
+    change(*this, "loading " + folder.string() + " was cut off",
+           [&] { keeper.load(folder, manifest, Through::page_cache); });
+  });
+}
+
+/// Before the first step nothing can be lost that cannot be made again: each byte is read once, and compared
+/// on its way.
+void Machine::load_once(const std::filesystem::path& folder, const Manifest& manifest) {
+  try {
+    std::exception_ptr damage;
+    replace_all([&] {
+      change(*this, "loading " + folder.string() + " was cut off", [&] {
+        try {
+          keeper.load(folder, manifest, Through::nothing);
+        } catch (const CheckpointError&) {
+          damage = std::current_exception();
+        }
+      });
+    });
+    tell(Meeting::load, damage);
+  } catch (const CheckpointError&) {
+    half_loaded_by = fmt::format(
+        "a part of {} was loaded before damage was found in it, so weights and states are of two models. "
+        "Load "
+        "another checkpoint (load_checkpoint(..., fall_back=True) takes the newest that is whole), or make a "
+        "new engine",
+        folder.string());
+    half_loaded = true;
+    throw;
+  }
+  half_loaded = false;
+}
+
+template <class Load>
+void Machine::replace_all(Load load) {
+  intake.finish();
+  MutexLock lock(core.mutex());
+  const Rounds::Change changing(rounds);
+  std::vector<int32_t> all(model.units.size());
+  std::iota(all.begin(), all.end(), 0);
+  prepare_to_change(all);
+  lock.unlock();
+  gradients.clear();
+  forget_clip();
+  load();
+  lock.lock();
+}
+
+std::string Engine::load(const std::filesystem::path& folder) {
+  Machine& m = machine_to_load();
+  m.wait_for_save();
+  m.keeper.require_room_to_change();
+  const Manifest manifest = m.open(folder);
+  if (m.steps == 0 && m.skipped_steps == 0) {
+    m.load_once(folder, manifest);
+  } else {
+    m.load_verified(folder, manifest);
+  }
+  const MutexLock lock(m.core.mutex());
+  m.steps = manifest.step;
+  m.skipped_steps = manifest.skipped_steps;
+  m.handed_over = true;
+  return manifest.extra_json;
+}
+
+}  // namespace overspill::engine
