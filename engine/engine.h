@@ -265,9 +265,9 @@ class Engine {
   /// Of the save that is under way, or of the last one; of this rank's part.
   SaveProgress save_progress() const;
   /// Weights, states and step counts of a checkpoint; returns its extra_json. After a step a damaged
-  /// checkpoint changes nothing, since all bytes are compared with their checksums first. Before any step each
-  /// byte is read once, and compared on its way: where one is damaged, load() throws, and until another load
-  /// comes through all calls but load(), close() and those that only look throw CheckpointError.
+  /// checkpoint changes nothing, since all bytes are compared with their checksums first. Before any step
+  /// each byte is read once, and compared on its way: where one is damaged, load() throws, and until another
+  /// load comes through all calls but load(), close() and those that only look throw CheckpointError.
   std::string load(const std::filesystem::path& folder);
 
   /// The device whose memory leased weights are in.
