@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -27,7 +28,8 @@ class Bench:
         self.args, self.folder = args, folder
         self.shape = gpt.SHAPES[args.size]
         self.parameters = count(self.shape)
-        self.found: dict[str, Any] = {}
+        self.dtype = trained_dtype()
+        self.found: dict[str, Any] = {"dtype": self.dtype}
         self.skipped: dict[str, str] = {}
         self.failed: dict[str, str] = {}
 
@@ -54,7 +56,7 @@ class Bench:
         self,
         disks: list[Path],
         placement: str = "nvme",
-        dtype: str = "bfloat16",
+        dtype: str | None = None,
         shape: gpt.Shape | None = None,
         **more: Any,
     ) -> Iterator[Child]:
@@ -68,7 +70,7 @@ class Bench:
             "gradient_clipping": CLIP,
         }
         engine |= more.pop("engine", {})
-        job = {"shape": shape, "config": config | {"engine": engine} | more, "dtype": dtype}
+        job = {"shape": shape, "config": config | {"engine": engine} | more, "dtype": dtype or self.dtype}
         with self.contender([sys.executable, str(HERE / "ours.py"), json.dumps(job)]) as child:
             yield child
 
@@ -94,6 +96,12 @@ class Bench:
             lines = (ended.stderr or ended.stdout).strip().splitlines()
             raise Failed(f"{program} ended with {ended.returncode}: {lines[-1][:300] if lines else ''}")
         return json.loads(ended.stdout.strip().splitlines()[-1])
+
+
+def trained_dtype() -> str:
+    """bf16; fp32 where the CPU has no instructions for it, since torch then takes thirty times as long for a step."""
+    flags = Path("/proc/cpuinfo").read_text().split()
+    return "bfloat16" if "avx512f" in flags or platform.machine() != "x86_64" else "float32"
 
 
 def seconds_of(turn: dict[str, Any], saving: bool | None = None) -> list[float]:

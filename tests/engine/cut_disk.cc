@@ -143,6 +143,12 @@ std::string Disk::text(size_t call) const {
   return fmt::format("{} {}", name_of(event.kind), path);
 }
 
+std::string Disk::path_of(const FileCall& write) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = open_.find(write.fd);
+  return found == open_.end() ? "" : found->second.path;
+}
+
 std::vector<size_t> Disk::unsynced(size_t calls) const {
   std::vector<size_t> out;
   std::set<Node> synced;  // by what comes later

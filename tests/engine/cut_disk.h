@@ -39,7 +39,10 @@ class Disk : public FileWatcher {
     const std::lock_guard lock(mutex_);
     return log_.size();
   }
+  /// Of a call of the whole run, when it is over.
   std::string text(size_t call) const;
+  /// Of the file that this call writes to; empty where it is none of this disk. Any thread.
+  std::string path_of(const FileCall& write) const;
   bool is_sync(size_t call) const {
     return log_[call].kind == FileCall::Kind::sync || log_[call].kind == FileCall::Kind::sync_all;
   }

@@ -35,9 +35,9 @@ thread_local bool never_waits = false;
 
 constexpr std::string_view kJobFolders = "overspill-";
 
-bool is_of_training(std::string_view text) {
-  return text.starts_with("write ") && text.find("/overspill-cut") != std::string_view::npos &&
-         text.find("/slab-mark") == std::string_view::npos;
+bool is_of_training(std::string_view path) {
+  return path.find("/overspill-cut") != std::string_view::npos &&
+         path.find("/slab-mark") == std::string_view::npos;
 }
 
 std::string content(const fs::path& path) {
@@ -96,7 +96,7 @@ int DiskInTurns::failure_of(const FileCall& call) {
 
 void DiskInTurns::done(const FileCall& call, std::span<const std::byte> data) {
   Disk::done(call, data);
-  if (call.kind != FileCall::Kind::write || !is_of_training(text(calls() - 1))) return;
+  if (call.kind != FileCall::Kind::write || !is_of_training(path_of(call))) return;
   const std::lock_guard lock(turns_mutex_);
   ++written_;
   changed_.notify_all();

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import warm
 
 HERE = Path(__file__).resolve().parent
 BINDINGS = HERE.parents[1] / "bindings"
@@ -64,7 +65,7 @@ def start(world: int, script: str, *arguments) -> list[subprocess.Popen]:
     """One process a rank; the store is rank 0's. `script` lies beside the tests."""
     port = free_port()
     return [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, str(HERE / script), *map(str, arguments)],
             env=environment(RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
             stdout=subprocess.PIPE,
@@ -126,13 +127,13 @@ def _later(seconds: float, action):
         timer.cancel()
 
 
-def torchrun(world: int, script, *arguments, folder=None) -> subprocess.Popen:
+def torchrun(world: int, script, *arguments, folder=None, popen=warm.Popen) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world}"]
     command += [
         "--standalone",
         "--local-addr=127.0.0.1",
     ]  # else ranks look for this host's name, which may not resolve
-    return subprocess.Popen(
+    return popen(
         [*command, str(script), *map(str, arguments)],
         cwd=folder,
         env=environment(),
@@ -143,7 +144,7 @@ def torchrun(world: int, script, *arguments, folder=None) -> subprocess.Popen:
 
 
 def ranks_of(agent: subprocess.Popen, world: int) -> dict[int, int]:
-    """Process ids by rank, once each of them has printed that it "calls"."""
+    """Process ids by rank, once each of them has printed that it "calls". `agent` is one of `subprocess`."""
     calling: set[int] = set()
     with _later(HANGS, agent.kill):
         while len(calling) < world:

@@ -1,12 +1,12 @@
 """An engine given to `accelerator.prepare`: it is wrapped in nothing, in one process and in two."""
 
 import json
-import subprocess
 import sys
 
 import launch
 import pytest
 import torch
+import warm
 from torch import nn
 
 import overspill
@@ -95,7 +95,7 @@ launch.end_group()
 def test_two_ranks_under_torchrun(tmp_path):
     script = tmp_path / "run.py"
     script.write_text(RANKS)
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
         env=launch.environment(CUDA_VISIBLE_DEVICES=""),
         capture_output=True,

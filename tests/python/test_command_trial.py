@@ -15,9 +15,7 @@ ACTS = 6
 
 @pytest.fixture(scope="module")
 def server(on_disk, tmp_path_factory):
-    made = command_server.Server(tmp_path_factory.mktemp("output"), on_disk.env)
-    yield made
-    made.close()
+    return command_server.Server(tmp_path_factory.mktemp("output"), on_disk.env)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from tiny import BINDINGS
 from torch import nn
 
@@ -43,7 +44,7 @@ JSON = {
 
 def ran(script, *arguments, code=0, program=("-m", "overspill.deepspeed")):
     """What the script printed as JSON in its last line, and all that it said."""
-    process = subprocess.run(
+    process = warm.run(
         [sys.executable, *program, str(script), *map(str, arguments)],
         env=ENVIRONMENT,
         capture_output=True,

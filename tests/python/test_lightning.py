@@ -7,6 +7,7 @@ import sys
 import launch
 import pytest
 import torch
+import warm
 from torch import nn
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed: requirements-dev.txt has it")
@@ -375,7 +376,7 @@ def test_two_ranks_under_torchrun(tmp_path):
     script.write_text(RANKS)
 
     def run(*job):
-        done = subprocess.run(
+        done = warm.run(
             [
                 sys.executable,
                 "-m",

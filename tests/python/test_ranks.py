@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
 
 import divided_job
@@ -243,7 +244,7 @@ def test_a_mistake_in_one_script_ends_all(tmp_path):
 @pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.long) for s in range(1, 20))])
 def test_a_rank_killed_while_training_is_named(tmp_path, seed):
     rng = random.Random(seed)
-    agent = launch.torchrun(3, launch.HERE / "ranks_job.py", "endless", tmp_path)
+    agent = launch.torchrun(3, launch.HERE / "ranks_job.py", "endless", tmp_path, popen=subprocess.Popen)
     ids, victim = launch.ranks_of(agent, 3), rng.randrange(3)
     time.sleep(rng.uniform(0, 0.2))
     os.kill(ids[victim], signal.SIGKILL)

@@ -2,12 +2,12 @@
 
 import json
 import shutil
-import subprocess
 import sys
 
 import launch
 import pytest
 import torch
+import warm
 from safetensors.torch import load_file
 
 import overspill
@@ -467,7 +467,7 @@ def test_without_a_budget_it_is_measured(tmp_path):
 
 
 def under_torchrun(*job):
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         + [str(launch.HERE / "trainer_ranks_job.py"), *map(str, job)],
         env=launch.environment(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE=1),

@@ -67,7 +67,9 @@ def start_repeating(world: int, call: str, mebibytes: int = 1) -> list[subproces
 def kill_one(world: int, call: str, rng: random.Random) -> None:
     """Kills a rank under torchrun at a random instant inside `call`; the others name it, and end."""
     victim = rng.randrange(world)
-    agent = launch.torchrun(world, launch.HERE / "transport_job.py", "repeat", call, PATIENCE_SECONDS)
+    agent = launch.torchrun(
+        world, launch.HERE / "transport_job.py", "repeat", call, PATIENCE_SECONDS, popen=subprocess.Popen
+    )
     ids = launch.ranks_of(agent, world)
     time.sleep(rng.uniform(0.05, 0.3))
     os.kill(ids[victim], signal.SIGKILL)

@@ -1,13 +1,13 @@
 """TRL's trainers over an engine, and adapters of PEFT in them: the same losses as theirs alone."""
 
 import json
-import subprocess
 import sys
 
 import launch
 import pytest
 import tiny
 import torch
+import warm
 
 pytest.importorskip("transformers")
 trl = pytest.importorskip("trl", reason="trl is not installed: requirements-dev.txt has it")
@@ -168,7 +168,7 @@ def test_group_relative_policy_optimization(folder, memory, tmp_path):
 
 def test_two_ranks_under_torchrun(folder, tmp_path):
     job = [str(launch.HERE / "trl_ranks_job.py"), str(folder), str(tmp_path)]
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *job],
         env=launch.environment(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE=1),
         capture_output=True,

@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import warm
+
 SMALL = {  # of a configuration of Llama's kind, for models that no command reads
     "vocab_size": 64,
     "hidden_size": 32,
@@ -109,7 +111,7 @@ class Bench:
         self, arguments: list[str], program: Sequence[str] = ("-m", "overspill.cli"), **kwargs
     ) -> subprocess.Popen:
         command = [sys.executable, *program, *map(str, arguments)]
-        return subprocess.Popen(
+        return warm.Popen(
             command,
             env=self.env,
             cwd=self.root,
