@@ -35,8 +35,8 @@ def main() -> int:
         return 1
     file.write_text(",".join(map(str, [numbers[0], numbers[0], 1, *numbers])) + "\n")
     print(
-        f"left out, {total - len(numbers)} of {total} tests: of suites with parameters one instance in {share} runs, others "
-        "with the next commit"
+        f"left out, {total - len(numbers)} of {total} tests: of suites with parameters one instance in {share} runs, "
+        "others with the next commit"
     )
     return 0
 
