@@ -18,8 +18,8 @@
 // "Collective": all ranks make the call, and it waits for them (docs/ranks.md). Errors: std::invalid_argument
 // for misuse, BudgetError, io::StoreError, CheckpointError, kernels::DeviceError, EngineFailed after a failed
 // update or a replacement of weights that failed halfway; nothing has changed when one of the first five is
-// thrown. After close() the queries (device() to predict_budgets()) still answer; every other call throws
-// std::invalid_argument, which says that the engine was closed.
+// thrown, but for a CheckpointError of load(). After close() the queries (device() to predict_budgets())
+// still answer; every other call throws std::invalid_argument, which says that the engine was closed.
 #pragma once
 
 #include <cstdint>
@@ -264,10 +264,11 @@ class Engine {
   void hurry_save() const;
   /// Of the save that is under way, or of the last one; of this rank's part.
   SaveProgress save_progress() const;
-  /// Weights, states and step counts of a checkpoint; returns its extra_json. After a step a damaged
-  /// checkpoint changes nothing, since all bytes are compared with their checksums first. Before any step
-  /// each byte is read once, and compared on its way: where one is damaged, load() throws, and until another
-  /// load comes through all calls but load(), close() and those that only look throw CheckpointError.
+  /// Weights, states and step counts of a checkpoint; returns its extra_json. Where a step, load() or a call
+  /// that writes weights, states or counts came after start_states(), a damaged checkpoint changes nothing,
+  /// since all bytes are compared with their checksums first. Else each byte is read once, and compared on
+  /// its way: where one is damaged, load() throws, and until another load() comes through all calls but
+  /// load(), close() and those that only look throw CheckpointError.
   std::string load(const std::filesystem::path& folder);
 
   /// The device whose memory leased weights are in.

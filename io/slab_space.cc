@@ -90,7 +90,8 @@ std::optional<Extent> SlabSpace::written_at(uint32_t slab, int64_t offset, int64
 
 bool SlabSpace::reclaim(const Extent& extent) {
   const MutexLock lock(mutex_);
-  return std::exchange(require(extent, "use").released, false);
+  Record* const record = find(extent);
+  return record != nullptr && std::exchange(record->released, false);
 }
 
 void SlabSpace::raise_limit(int64_t bytes) {

@@ -240,10 +240,10 @@ def _load_strictly(engine: Engine, folder: str, manifest: dict[str, Any]) -> dic
         engine.optimizer.leave_states()
         own.apply()
         loaded: list[str] = []
+        stops: list[BaseException] = []
+        load_weights = functools.partial(_load_weights, engine, folder, text, loaded, stops)
         try:
-            after_scheduler(
-                engine, read.restore_scheduler, functools.partial(_load_weights, engine, folder, text, loaded)
-            )
+            after_scheduler(engine, read.restore_scheduler, load_weights)
         except BaseException:
             if not loaded:
                 own.undo()
@@ -251,6 +251,8 @@ def _load_strictly(engine: Engine, folder: str, manifest: dict[str, Any]) -> dic
         _show_loaded(engine, buffers, read.buffers)
         engine.optimizer.restore_hyper_parameters({"groups": read.groups})
         _restore_counts(engine, read)
+    if stops:
+        raise stops[0]
     return read.client_state
 
 
@@ -340,9 +342,12 @@ def after_scheduler(
         raise
 
 
-def _load_weights(engine: Engine, folder: str, text: str, loaded: list[str]) -> None:
+def _load_weights(
+    engine: Engine, folder: str, text: str, loaded: list[str], stops: list[BaseException]
+) -> None:
     """The result of the core's load goes into `loaded`: if it is there, the weights are the checkpoint's, even if
-    Ctrl-C struck right then. Raises CheckpointError where they are of another checkpoint than `text`."""
+    Ctrl-C struck right then. Its exception goes into `stops`: all else of the checkpoint has to be restored before it
+    is raised. Raises CheckpointError where the weights are of another checkpoint than `text`."""
     try:
         keep(loaded, engine._core.load, folder)
     except _core.CheckpointError as error:
@@ -351,6 +356,10 @@ def _load_weights(engine: Engine, folder: str, text: str, loaded: list[str]) -> 
                 "overspill: of several optimizers give initialize the same ones, in the same order"
             )
         raise
+    except BaseException as stop:
+        if not loaded:
+            raise
+        stops.append(stop)
     if loaded != [text]:
         raise _core.CheckpointError(
             f"overspill: {folder} was replaced while it was read: the weights are those that are there now, the "

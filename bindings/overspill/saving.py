@@ -125,8 +125,9 @@ class Saving:
         Raises:
             FolderError: with fall_back, no checkpoint is there
             CheckpointError: it is damaged, or of another model, optimizer or format, and none of the arguments says
-                what to do then. Nothing is changed, but for one case: before the engine's first step each byte is read
-                once, so damage may be found when a part is loaded; then only load_checkpoint and close work
+                what to do then. Nothing is changed, but for one case: an engine that has only the weights that it was
+                made of reads each byte once, so damage may be found when a part is loaded; then only close and a
+                load_checkpoint of all of another checkpoint, without states, weights_only, only and rename, work
             TypeError: an argument of DeepSpeed has no meaning here
             ValueError: a value of an argument is none of those above
         """

@@ -71,6 +71,7 @@ void Engine::load_weight(int32_t unit, int32_t segment, std::span<const std::byt
   const Unit& u = m.unit_at(unit);
   const Form form = form_of(u, s, dtype, fmt::format("{} cannot be loaded into it", dtype));
   check_size(s, data.size(), form.element_bytes);
+  m.touched = true;
   meet_to_write(m);
   MutexLock lock(m.core.mutex());
   const Rounds::Change changing(m.rounds);
@@ -125,6 +126,7 @@ void Engine::start_states(std::span<const optim::Hyper> groups) {
   }
   change(m, "starting the optimizer's states", [&] { m.start_states(groups); });
   m.handed_over = true;
+  m.touched = false;
 }
 
 void Engine::read_state(int32_t unit, int32_t segment, std::string_view name, std::span<float> out) {
@@ -180,6 +182,7 @@ void Engine::write_state(int32_t unit, int32_t segment, std::string_view name,
   const Segment& s = m.segment_at(unit, segment);
   const Component component = state_named(m.unit_at(unit), s, name);
   check_size(s, values.size_bytes(), 4);
+  m.touched = true;
   {
     const MutexLock lock(m.core.mutex());
     m.updater.quiesce();
@@ -204,6 +207,7 @@ void Engine::set_updates_of(int32_t unit, int32_t segment, int64_t updates) {
     throw std::invalid_argument(fmt::format("{} cannot have {} updates: {}", s.name, updates,
                                             updates < 0 ? "a count is expected" : "it is frozen"));
   }
+  m.touched = true;
   const MutexLock lock(m.core.mutex());
   m.updater.quiesce();
   m.model.units[unit].steps[segment] = updates;
@@ -214,6 +218,7 @@ void Engine::written(int32_t unit, int32_t segment, std::span<const std::byte> d
   const Segment& s = m.segment_at(unit, segment);
   const Unit& u = m.unit_at(unit);
   check_size(s, data.size(), u.element_bytes);
+  m.touched = true;
   if (m.setup.layout.shards > 1) {  // each rank keeps its shard of it; `data` may be the leased memory itself
     const std::vector<std::byte> copy(data.begin(), data.end());
     return load_weight(unit, segment, copy, u.dtype);

@@ -12,7 +12,7 @@
 namespace overspill::engine {
 namespace {
 
-using Through = CheckpointReader::Through;
+using Loading = CheckpointKeeper::Loading;
 
 }  // namespace
 
@@ -26,24 +26,25 @@ Manifest Machine::open(const std::filesystem::path& folder) {
   return manifest;
 }
 
-/// A run that has made steps would lose them to a damaged checkpoint: all ranks compare all bytes first.
+/// A run that has made steps, or whose weights and states came from elsewhere, would lose them to a damaged
+/// checkpoint: all ranks compare all bytes first.
 void Machine::load_verified(const std::filesystem::path& folder, const Manifest& manifest) {
   tell(Meeting::load, attempt([&] { keeper.verify(folder, manifest); }));
   replace_all([&] {
     change(*this, "loading " + folder.string() + " was cut off",
-           [&] { keeper.load(folder, manifest, Through::page_cache); });
+           [&] { keeper.load(folder, manifest, Loading::verified); });
   });
 }
 
-/// Before the first step nothing can be lost that cannot be made again: each byte is read once, and compared
-/// on its way.
+/// Of an engine as it was made nothing can be lost that cannot be made again: each byte is read once, and
+/// compared on its way.
 void Machine::load_once(const std::filesystem::path& folder, const Manifest& manifest) {
   try {
     std::exception_ptr damage;
     replace_all([&] {
       change(*this, "loading " + folder.string() + " was cut off", [&] {
         try {
-          keeper.load(folder, manifest, Through::nothing);
+          keeper.load(folder, manifest, Loading::unread);
         } catch (const CheckpointError&) {
           damage = std::current_exception();
         }
@@ -54,10 +55,14 @@ void Machine::load_once(const std::filesystem::path& folder, const Manifest& man
     half_loaded_by = fmt::format(
         "a part of {} was loaded before damage was found in it, so weights and states are of two models. "
         "Load "
-        "another checkpoint (load_checkpoint(..., fall_back=True) takes the newest that is whole), or make a "
-        "new engine",
+        "all of another checkpoint: load_checkpoint(folder), or with fall_back=True the newest that is "
+        "whole. "
+        "Or make a new engine",
         folder.string());
     half_loaded = true;
+    throw;
+  } catch (const EngineFailed&) {
+    half_loaded = false;  // the failure says more
     throw;
   }
   half_loaded = false;
@@ -83,7 +88,7 @@ std::string Engine::load(const std::filesystem::path& folder) {
   m.wait_for_save();
   m.keeper.require_room_to_change();
   const Manifest manifest = m.open(folder);
-  if (m.steps == 0 && m.skipped_steps == 0) {
+  if (m.half_loaded || (m.steps == 0 && m.skipped_steps == 0 && !m.touched)) {
     m.load_once(folder, manifest);
   } else {
     m.load_verified(folder, manifest);
@@ -92,6 +97,7 @@ std::string Engine::load(const std::filesystem::path& folder) {
   m.steps = manifest.step;
   m.skipped_steps = manifest.skipped_steps;
   m.handed_over = true;
+  m.touched = true;
   return manifest.extra_json;
 }
 

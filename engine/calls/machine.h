@@ -150,6 +150,7 @@ class Machine : public Owners {
   std::optional<double> clipped;  // by clip_grad_norm(): the factor of the gradients that are there
   bool caller_clipped = false;    // the present gradients: step() does not apply the configured limit
   std::atomic<bool> closed = false;
+  bool touched = true;  // since start_states(): weights or states that a damaged checkpoint would cost
   std::atomic<bool> half_loaded = false;               // by load_once()
   std::string half_loaded_by;                          // written before it
   std::exception_ptr unsaved;                          // by shut_down(): of a save that it waited for

@@ -421,8 +421,7 @@ std::optional<CheckpointKeeper::TakenPiece> CheckpointKeeper::taken_piece(const 
   return {};
 }
 
-void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest,
-                            CheckpointReader::Through through) {
+void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest, Loading loading) {
   std::vector<RestoredPiece> restored;
   std::vector<TakenPiece> taken;
   for (const ManifestUnit& found : manifest.units) {
@@ -439,10 +438,13 @@ void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest,
       }
     }
   }
-  const CheckpointReader files(folder, through);
+  // Past the page cache what is read once. At stage 0 all ranks of a machine read the same bytes.
+  const bool again = loading == Loading::verified || (setup_.layout.shards == 1 && setup_.layout.slices > 1);
+  using Through = CheckpointReader::Through;
+  const CheckpointReader files(folder, again ? Through::page_cache : Through::nothing);
   io::StallWatch::Progress progress(core_.store.watch(), io::Operation::read, folder.string());
   const auto report = [&](int64_t) { progress.moved(); };
-  if (through == CheckpointReader::Through::nothing) {  // nobody has read what is taken
+  if (loading == Loading::unread) {  // nobody has compared what is taken
     std::vector<const FileRange*> ranges;
     for (const TakenPiece& piece : taken) ranges.push_back(&piece.piece.piece->range);
     verify_ranges(files, ranges, report);

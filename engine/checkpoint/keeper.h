@@ -84,9 +84,10 @@ class CheckpointKeeper {
   /// Checks that every byte this rank would load fits its checksum. They come from the page cache when load()
   /// reads them next.
   void verify(const std::filesystem::path& folder, const Manifest& manifest) const;
+  enum class Loading { verified, unread };  // before load(): by verify(), or not
   /// Loads this rank's part: weights, states and step counts, each byte against its checksum. After an
-  /// exception some are loaded. `through`: page_cache after verify(), nothing where this is the only reading.
-  void load(const std::filesystem::path& folder, const Manifest& manifest, CheckpointReader::Through through)
+  /// exception some are loaded.
+  void load(const std::filesystem::path& folder, const Manifest& manifest, Loading loading)
       EXCLUDES(engine_mutex);
 
  private:

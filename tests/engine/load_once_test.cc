@@ -8,6 +8,7 @@
 #include <fstream>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -110,12 +111,29 @@ TEST_P(LoadOnce, OneThatMeetsDamageLeavesAnEngineThatDoesNothingUntilAnotherCome
   EXPECT_EQ(engine::verify_checkpoint(folder_ / "third", nullptr, nullptr).step, 3);
 }
 
+TEST_P(LoadOnce, WhatAnEngineWasGivenSinceItWasMadeIsNotLost) {
+  save(1, {.stage = 0, .placement = Placement::host});
+  flip_a_bit(folder_ / "first" / "resident.bin", 100);
+  const auto errors = on_ranks(1, [&](int, std::unique_ptr<engine::Communicator> ranks) {
+    const auto engine = toy_rank({.stage = 0, .placement = GetParam(), .job = "opened"}, std::move(ranks));
+    toy_load(*engine);
+    const engine::Segment& segment = engine->layout().units[0].segments[0];
+    const std::vector<float> given(static_cast<size_t>(segment.elements), 0.5F);
+    engine->load_weight(0, 0, std::as_bytes(std::span(given)), "F32");
+    const std::vector<float> before = toy_contents(*engine);
+    EXPECT_NE(refusal_of([&] { engine->load(folder_ / "first"); }).find("resident.bin"), std::string::npos);
+    EXPECT_EQ(toy_contents(*engine), before);
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
 TEST_P(LoadOnce, ReadsEachByteOnceAndAllOfThemTwiceWhereStepsCouldBeLost) {
   save(1, {.stage = 0, .placement = Placement::host});
   const auto bytes = static_cast<double>(fs::file_size(folder_ / "second" / "resident.bin"));
   const auto errors = on_ranks(1, [&](int, std::unique_ptr<engine::Communicator> ranks) {
     // The store is in memory: the process reads no other file meanwhile.
     const auto engine = toy_rank({.stage = 0, .placement = GetParam(), .job = "opened"}, std::move(ranks));
+    toy_load(*engine);
     const auto asked = [&] {
       const int64_t before = asked_of_files();
       engine->load(folder_ / "second");

@@ -142,8 +142,13 @@ class Simulation {
   }
 
   void restore() {
+    const bool any = !snapshots_.empty();
     while (!snapshots_.empty()) {
       if (load_newest()) return;
+    }
+    if (any) {  // the last one that was refused may have left parts of it
+      end_life();
+      make_engine();
     }
     reference_ = ToyReference(setup_.units, setup_.config.rounding_seed);
     step_ = 0;
@@ -231,7 +236,7 @@ class Simulation {
     if (setup_.trouble == Trouble::cut && life_ == 0 && draw_.chance(0.3)) cut();
     if (draw_.chance(setup_.looks)) look();
     if (!snapshots_.empty() && draw_.chance(0.2)) {
-      load_newest();
+      if (!load_newest() && step_ == 0) restore();
     } else if (snapshots_.size() > 1 && draw_.chance(0.3)) {
       fs::remove_all(snapshots_.front().folder);
       snapshots_.erase(snapshots_.begin());

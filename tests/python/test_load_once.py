@@ -9,6 +9,7 @@ from checkpoint_scene import damage
 from torch import nn
 
 import overspill
+from overspill import checkpointing
 
 CONFIG = {"budget": {"host": "256MiB"}, "optimizer": {"type": "AdamW", "lr": 1e-2}}
 
@@ -65,6 +66,49 @@ def test_an_engine_that_holds_parts_of_two_models_says_so(saved, tmp_path):
         assert all(map(torch.equal, weights(engine), saved))
         trained(engine, 1)
         engine.save_checkpoint(tmp_path / "step-3")
+
+
+def test_an_interrupted_train_batch_is_in_no_way_of_the_next_load(saved, tmp_path):
+    with started() as engine:
+        with pytest.raises(overspill.CheckpointError, match="corrupt"):
+            engine.load_checkpoint(tmp_path / "step-2")
+        with pytest.raises(overspill.CheckpointError, match="step-2 was loaded before"):
+            engine.train_batch([torch.zeros(2, 64)], lambda batch: engine(batch).square().mean())
+        engine.load_checkpoint(tmp_path / "step-1")
+        assert all(map(torch.equal, weights(engine), saved))
+        trained(engine, 1)
+
+
+def test_a_part_of_another_checkpoint_is_refused_and_all_of_it_is_not(saved, tmp_path):
+    with started() as engine:
+        with pytest.raises(overspill.CheckpointError, match="corrupt"):
+            engine.load_checkpoint(tmp_path / "step-2")
+        with pytest.raises(overspill.CheckpointError, match="Load all of another checkpoint"):
+            engine.load_checkpoint(tmp_path / "step-1", weights_only=True)
+        engine.load_checkpoint(tmp_path / "step-1")
+        assert all(map(torch.equal, weights(engine), saved))
+
+
+def test_weights_that_were_given_since_are_not_lost(saved, tmp_path):
+    with started() as engine:
+        engine.load_state_dict({name: value + 1 for name, value in engine.state_dict().items()})
+        before = weights(engine)
+        with pytest.raises(overspill.CheckpointError, match="corrupt"):
+            engine.load_checkpoint(tmp_path / "step-2")
+        assert all(map(torch.equal, weights(engine), before))
+
+
+def test_ctrl_c_during_a_load_comes_when_all_is_restored(saved, tmp_path, monkeypatch):
+    def interrupted(results, function, *arguments):
+        results.append(function(*arguments))
+        raise KeyboardInterrupt
+
+    with started() as engine:
+        monkeypatch.setattr(checkpointing, "keep", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.load_checkpoint(tmp_path / "step-1")
+        assert engine.global_steps == 1
+        assert all(map(torch.equal, weights(engine), saved))
 
 
 def test_it_can_be_closed(saved, tmp_path):
