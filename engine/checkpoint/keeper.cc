@@ -432,7 +432,7 @@ void CheckpointKeeper::load(const fs::path& folder, const Manifest& manifest, Lo
       const Overlap own = overlap(unit, piece);
       const RestoredPiece wanted{index, &found, &piece, own.in_shard, own.in_piece, own.elements};
       if (std::optional<TakenPiece> in_place = taken_piece(folder, wanted)) {
-        taken.push_back(*std::move(in_place));
+        taken.push_back(*in_place);
       } else {
         restored.push_back(wanted);
       }

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -38,16 +39,21 @@ def bench(tmp_path_factory):
     return made
 
 
+def alone(join) -> dict:
+    """For Bench.start: a process in the group, all of whose memory is its own."""
+    return {"popen": subprocess.Popen, "preexec_fn": join}
+
+
 def test_trains_where_ram_alone_is_killed(bench, tmp_path):
     options = {"steps": 2, "batch": 1, "eval_batches": 0}
     with limited(LIMIT) as join:
         in_ram = bench.train_args(tmp_path / "ram", host_budget="8GiB", nvme=None, **options)
-        process = bench.start(in_ram, preexec_fn=join)
+        process = bench.start(in_ram, **alone(join))
         out, err = process.communicate(timeout=240)
         assert process.returncode == -signal.SIGKILL, f"{process.returncode}\n{out}\n{err}"
 
         process = bench.start(
-            bench.train_args(tmp_path / "disk", host_budget="250MiB", **options), preexec_fn=join
+            bench.train_args(tmp_path / "disk", host_budget="250MiB", **options), **alone(join)
         )
         out, err = process.communicate(timeout=240)
         assert process.returncode == 0, f"{process.returncode}\n{out}\n{err}"
@@ -69,11 +75,11 @@ def test_a_model_is_run_within_its_budget(tmp_path):
     wanted, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     with limited(BUDGET + BESIDE) as join:
-        process = bench.start(command, preexec_fn=join)
+        process = bench.start(command, **alone(join))
         out, err = process.communicate(timeout=240)
         assert process.returncode == -signal.SIGKILL, f"{process.returncode}\n{out}\n{err}"
 
-        process = bench.start([*command, "--budget", str(BUDGET)], preexec_fn=join)
+        process = bench.start([*command, "--budget", str(BUDGET)], **alone(join))
         out, err = process.communicate(timeout=240)
         assert process.returncode == 0, f"{process.returncode}\n{out}\n{err}"
     assert out == wanted and "tokens a second are expected" in err

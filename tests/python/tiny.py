@@ -108,10 +108,14 @@ class Bench:
         return arguments
 
     def start(
-        self, arguments: list[str], program: Sequence[str] = ("-m", "overspill.cli"), **kwargs
+        self,
+        arguments: list[str],
+        program: Sequence[str] = ("-m", "overspill.cli"),
+        popen: type[subprocess.Popen] = warm.Popen,
+        **kwargs,
     ) -> subprocess.Popen:
         command = [sys.executable, *program, *map(str, arguments)]
-        return warm.Popen(
+        return popen(
             command,
             env=self.env,
             cwd=self.root,
