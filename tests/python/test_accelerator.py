@@ -34,7 +34,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", ["fp32", "rest", "plans", pytest.param("bf16", marks=pytest.mark.long)])
 def test_on_the_accelerator_for_tests(part):
     file, chosen = PARTS[part]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)]

@@ -47,6 +47,7 @@ def test_training_goes_on_beside_saves(tmp_path):
     assert found["failed"] == {}
 
 
+@pytest.mark.long
 def test_files_are_restored_and_merged(tmp_path):
     found = result(tmp_path, "--parts", "restore,merge")
     assert found["restore_bytes"] >= 10 * found["parameters"]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import overspill
 from overspill import calls, leases, residency, segments
 
-DRAWS = 100
+DRAWS = 50
 LONG_DRAWS = 1000
 STEPS = 3
 
@@ -312,7 +312,8 @@ def test_an_interrupt_while_a_collected_engine_ends_keeps_nothing_from_ending(co
 
     count = collected().count
     assert count > 50
-    for at in range(1, count):  # not where `collected` is entered: Python has not called it yet
+    # Not where `collected` is entered: Python has not called it yet. Of the others every third, by chance.
+    for at in range(1 + random.randrange(3), count, 3):
         collected(at)
 
 
