@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import warm
 from tiny import BINDINGS
 from torch import nn
 
@@ -44,7 +43,7 @@ JSON = {
 
 def ran(script, *arguments, code=0, program=("-m", "overspill.deepspeed")):
     """What the script printed as JSON in its last line, and all that it said."""
-    process = warm.run(
+    process = subprocess.run(
         [sys.executable, *program, str(script), *map(str, arguments)],
         env=ENVIRONMENT,
         capture_output=True,

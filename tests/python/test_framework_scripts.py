@@ -5,12 +5,12 @@ import json
 import math
 import os
 import runpy
+import subprocess
 import sys
 
 import deepspeed_stock
 import pytest
 import tiny
-import warm
 from test_deepspeed_module import ENVIRONMENT
 
 pytest.importorskip("transformers")
@@ -54,7 +54,7 @@ def stock(kind, folder, **more):
 
 def run(script, *arguments, program=("-m", "overspill.deepspeed"), code=0):
     """What the script printed last, as JSON, and all that it said."""
-    done = warm.run(
+    done = subprocess.run(
         [sys.executable, *program, str(script), *map(str, arguments)],
         env=ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         capture_output=True,

@@ -186,7 +186,8 @@ def _received(end: socket.socket, count: int) -> bytes:
 
 
 def _end(program) -> None:
-    """Runs it and ends as an interpreter does, but for the modules: to clear them costs more than most programs do."""
+    """Runs it and ends as an interpreter does, but for the modules: to clear them costs more than most programs do.
+    What it raises goes on to the interpreter itself."""
     code = 0
     try:
         program()
@@ -194,17 +195,11 @@ def _end(program) -> None:
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # of a reader that is gone
             stream.flush()
-    if code == -signal.SIGINT:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code & 0xFF)
 
 
