@@ -351,12 +351,19 @@ def test_a_damaged_line_of_the_log_is_named_and_nothing_is_changed(kind, on_disk
     log = out / "log.jsonl"
     lines = log.read_bytes().splitlines()
     log.write_bytes(b"\n".join([lines[0], change(lines[1]), *lines[2:], b""]))
-    before = tiny.tree(out)
+
+    def seen():
+        """What a run that goes on in the checkpoints' slabs may not write to; of slabs only what is named is theirs."""
+        return {
+            name: data for name, data in tiny.tree(out).items() if name != "lock" and "/slab-" not in name
+        }
+
+    before = seen()
     older = out / "checkpoints/step-000002"
     message = on_disk.fails(capsys, "train", "--out", out, "--resume", older, "--steps", 3)
     assert f"{log}:2 is damaged: {said}" in message and "delete that line" in message
-    del before["lock"]
-    assert {name: data for name, data in tiny.tree(out).items() if name != "lock"} == before
+    assert seen() == before
+    assert all(map(whole, (out / "checkpoints").glob("step-*")))
     log.write_bytes(b"\n".join([lines[0], *lines[2:], b""]))
     resume(on_disk, capsys, out, "--resume", older, "--steps", 3)
 

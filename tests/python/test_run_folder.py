@@ -384,7 +384,7 @@ def test_a_run_that_an_error_ends_says_what_going_on_needs(on_disk, tmp_path, ca
     code, err = train(on_disk, capsys, out, fails, steps=3, save_every=1, blocking_saves=True)
     assert code == 1 and "a GPU fell off the bus" in err
     assert f"the last good checkpoint is {out}/checkpoints/step-000002, go on with: overspill train" in err
-    assert "going on with --resume reserves " in err.rpartition("--resume (")[2]
+    assert "going on with --resume needs no more of the disk" in err.rpartition("--resume (")[2]
 
 
 def test_a_run_saves_by_time_unless_told_otherwise(on_disk, tmp_path, capsys):
