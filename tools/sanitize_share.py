@@ -1,7 +1,7 @@
 """Which tests `tools/sanitize` runs where it is to take a share of them: all that have no parameters, and of each suite
-with parameters every SHARE-th instance, other ones with each commit. So a few commits reach all of them.
+with parameters every SHARE-th instance, others with another TURN. tools/sanitize takes the turn of the commit.
 
-    ctest --test-dir build/asan -N | tools/sanitize_share.py SHARE COMMITS FILE
+    ctest --test-dir build/asan -N | tools/sanitize_share.py SHARE TURN FILE
 
 Writes FILE for `ctest -I FILE`, and says what is left out."""
 

@@ -157,7 +157,6 @@ def test_a_language_model_by_the_trainer_and_a_stock_json(model, tmp_path, kind)
 BY_FEATURE = """
 import argparse, json
 import torch
-import warm
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import set_seed
 from transformers import AutoModelForCausalLM

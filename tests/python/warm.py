@@ -206,6 +206,8 @@ def _end(program) -> None:
 def _become(program: dict, files: list[int]) -> None:
     import torch
 
+    from overspill import fate
+
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if program["session"]:
         os.setsid()
@@ -225,6 +227,7 @@ def _become(program: dict, files: list[int]) -> None:
         warnings.simplefilter(ignored)
     ours = os.environ.get("PYTHONPATH", "")
     sys.path[:] = [_first_path(arguments), *filter(None, ours.split(os.pathsep)), *filter(None, _paths)]
+    fate._process = os.getpid()  # that of the import was another
     if arguments[:2] == ["-m", "torch.distributed.run"]:
         _fork_workers()
     _run(arguments)
