@@ -310,7 +310,7 @@ class Engine {
   static std::shared_ptr<Machine> build(const std::vector<UnitSpec>& units, const Config& config,
                                         Resources resources);
   Machine& machine() const;
-  Machine& machine_to_load() const;
+  Machine& open_machine() const;  // also one that a load has left with parts of two models
   Machine& machine_to_look_at() const;
   enum class Arrived : uint8_t { when_it_is_leased, when_it_is_used };  // on the device
   Lease lease(int32_t unit, Arrived arrived);

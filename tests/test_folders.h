@@ -1,11 +1,14 @@
-// Folders of tests.
+// Folders and files of tests.
 #pragma once
 
 #include <fmt/format.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <filesystem>
+#include <fstream>
+#include <stdexcept>
 #include <string_view>
 
 namespace overspill::testing {
@@ -22,6 +25,16 @@ inline bool same_file_system(const std::filesystem::path& a, const std::filesyst
   struct stat one {};
   struct stat other {};
   return ::stat(a.c_str(), &one) == 0 && ::stat(b.c_str(), &other) == 0 && one.st_dev == other.st_dev;
+}
+
+/// One bit of the byte at `at`.
+inline void flip_a_bit(const std::filesystem::path& path, int64_t at) {
+  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+  file.seekg(at);
+  const int byte = file.get();
+  file.seekp(at);
+  file.put(static_cast<char>(byte ^ 4));
+  if (!file.good()) throw std::runtime_error("a bit of " + path.string() + " cannot be flipped");
 }
 
 }  // namespace overspill::testing

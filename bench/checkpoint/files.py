@@ -112,7 +112,12 @@ def _save_large(bench: Bench, shape: gpt.Shape, checkpoint: Path) -> None:
     engine = {"train_after_save": False, "checkpoints_kept": 1}
     budget = {"host": 2 * GIB, "nvme": [str(disk)]}
     with bench.engine(
-        [disk], shape=shape, engine=engine, budget=budget, optimizer={"type": "SGD", "lr": 1e-3}
+        [disk],
+        dtype="bfloat16",
+        shape=shape,
+        engine=engine,
+        budget=budget,
+        optimizer={"type": "SGD", "lr": 1e-3},
     ) as one:
         one.ask(do="save", folder=str(checkpoint), blocking=True)
     places.remove(disk)

@@ -112,14 +112,14 @@ Machine& Engine::machine_to_look_at() const {
   return *machine_;
 }
 
-Machine& Engine::machine_to_load() const {
+Machine& Engine::open_machine() const {
   machine_->check_process();
   if (machine_->closed) throw std::invalid_argument(std::string(kClosed));
   return *machine_;
 }
 
 Machine& Engine::machine() const {
-  Machine& m = machine_to_load();
+  Machine& m = open_machine();
   m.check_loaded();
   return m;
 }

@@ -30,10 +30,7 @@ Manifest Machine::open(const std::filesystem::path& folder) {
 /// checkpoint: all ranks compare all bytes first.
 void Machine::load_verified(const std::filesystem::path& folder, const Manifest& manifest) {
   tell(Meeting::load, attempt([&] { keeper.verify(folder, manifest); }));
-  replace_all([&] {
-    change(*this, "loading " + folder.string() + " was cut off",
-           [&] { keeper.load(folder, manifest, Loading::verified); });
-  });
+  replace_all(folder, [&] { keeper.load(folder, manifest, Loading::verified); });
 }
 
 /// Of an engine as it was made nothing can be lost that cannot be made again: each byte is read once, and
@@ -41,23 +38,19 @@ void Machine::load_verified(const std::filesystem::path& folder, const Manifest&
 void Machine::load_once(const std::filesystem::path& folder, const Manifest& manifest) {
   try {
     std::exception_ptr damage;
-    replace_all([&] {
-      change(*this, "loading " + folder.string() + " was cut off", [&] {
-        try {
-          keeper.load(folder, manifest, Loading::unread);
-        } catch (const CheckpointError&) {
-          damage = std::current_exception();
-        }
-      });
+    replace_all(folder, [&] {
+      try {
+        keeper.load(folder, manifest, Loading::unread);
+      } catch (const CheckpointError&) {
+        damage = std::current_exception();
+      }
     });
     tell(Meeting::load, damage);
   } catch (const CheckpointError&) {
     half_loaded_by = fmt::format(
         "a part of {} was loaded before damage was found in it, so weights and states are of two models. "
-        "Load "
-        "all of another checkpoint: load_checkpoint(folder), or with fall_back=True the newest that is "
-        "whole. "
-        "Or make a new engine",
+        "Load all of another checkpoint: load_checkpoint(folder), or with fall_back=True the newest that is "
+        "whole. Or make a new engine",
         folder.string());
     half_loaded = true;
     throw;
@@ -69,7 +62,7 @@ void Machine::load_once(const std::filesystem::path& folder, const Manifest& man
 }
 
 template <class Load>
-void Machine::replace_all(Load load) {
+void Machine::replace_all(const std::filesystem::path& folder, Load load) {
   intake.finish();
   MutexLock lock(core.mutex());
   const Rounds::Change changing(rounds);
@@ -79,12 +72,12 @@ void Machine::replace_all(Load load) {
   lock.unlock();
   gradients.clear();
   forget_clip();
-  load();
+  change(*this, "loading " + folder.string() + " was cut off", load);
   lock.lock();
 }
 
 std::string Engine::load(const std::filesystem::path& folder) {
-  Machine& m = machine_to_load();
+  Machine& m = open_machine();
   m.wait_for_save();
   m.keeper.require_room_to_change();
   const Manifest manifest = m.open(folder);

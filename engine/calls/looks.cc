@@ -64,7 +64,7 @@ std::vector<BudgetRow> Engine::predict_budgets(std::span<const int64_t> budgets)
 }
 
 void Engine::record_journal(bool on) {
-  Machine& m = machine_to_load();
+  Machine& m = open_machine();
   // Events are timed as long as the journal may take one. The device may let us wait: not under the mutex.
   if (on) m.hardware.device().time_events(true);
   {
@@ -75,15 +75,15 @@ void Engine::record_journal(bool on) {
 }
 
 std::vector<JournalEntry> Engine::take_journal() {
-  const MutexLock guard(machine_to_load().core.mutex());
-  return machine_to_load().core.journal.take();
+  const MutexLock guard(open_machine().core.mutex());
+  return open_machine().core.journal.take();
 }
 
 std::vector<DeviceSpan> Engine::take_device_spans() {
   std::vector<DeviceWork> work;
   {
-    const MutexLock guard(machine_to_load().core.mutex());
-    work = machine_to_load().core.journal.take_work();
+    const MutexLock guard(open_machine().core.mutex());
+    work = open_machine().core.journal.take_work();
   }
   return resolve(work);
 }

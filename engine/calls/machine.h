@@ -161,9 +161,9 @@ class Machine : public Owners {
  private:
   std::vector<std::string> tell(Meeting meeting, const std::exception_ptr& error,
                                 const std::string& words = {});
-  /// Runs `load`, which replaces all weights and states; gradients are gone.
+  /// Runs `load`, which replaces all weights and states by those of `folder`; gradients are gone.
   template <class Load>
-  void replace_all(Load load) EXCLUDES(engine_mutex);
+  void replace_all(const std::filesystem::path& folder, Load load) EXCLUDES(engine_mutex);
   void take_all(RankPart& part) EXCLUDES(engine_mutex);
   void mark(RankPart& part) EXCLUDES(engine_mutex);
   void give_up(const std::filesystem::path& folder, bool prepared) EXCLUDES(engine_mutex);

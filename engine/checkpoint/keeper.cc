@@ -348,12 +348,10 @@ Manifest CheckpointKeeper::open(const fs::path& folder) const {
 
 void CheckpointKeeper::verify(const fs::path& folder, const Manifest& manifest) const {
   io::StallWatch::Progress progress(core_.store.watch(), io::Operation::read, folder.string());
-  std::vector<const FileRange*> ranges;
-  for (const ManifestUnit& unit : manifest.units) {
-    for (const ManifestPiece& piece : unit.pieces) ranges.push_back(&piece.range);
-  }
-  verify_ranges(CheckpointReader(folder, CheckpointReader::Through::page_cache), ranges,
-                [&](int64_t) { progress.moved(); });
+  verify_data(
+      CheckpointReader(folder, CheckpointReader::Through::page_cache), manifest,
+      [](void* progress, int64_t, int64_t) { static_cast<io::StallWatch::Progress*>(progress)->moved(); },
+      &progress);
 }
 
 /// The indexes that have elements of this rank's shard: no other file of other ranks is opened.

@@ -21,6 +21,7 @@
 #include "io/memory_store.h"
 #include "io/unique_fd.h"
 #include "tests/engine/toy_model.h"
+#include "tests/test_folders.h"
 
 namespace overspill::testing {
 namespace {
@@ -167,13 +168,7 @@ TEST_F(Checkpoints, AreRefusedBeforeAnythingChanges) {
   EXPECT_THROW(engine->load(folder_ / "truncated"), engine::CheckpointError);
 
   fs::copy(folder_ / "good", folder_ / "flipped", fs::copy_options::recursive);
-  {
-    std::fstream file(folder_ / "flipped" / "resident.bin", std::ios::in | std::ios::out | std::ios::binary);
-    file.seekg(100);
-    const int byte = file.get();
-    file.seekp(100);
-    file.put(static_cast<char>(byte ^ 4));
-  }
+  flip_a_bit(folder_ / "flipped" / "resident.bin", 100);
   EXPECT_THROW(engine->load(folder_ / "flipped"), engine::CheckpointError);
 
   std::vector<engine::UnitSpec> other_model = toy_units();

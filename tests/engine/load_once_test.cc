@@ -24,15 +24,6 @@ using engine::CheckpointError;
 using engine::Engine;
 using engine::Placement;
 
-void flip_a_bit(const fs::path& path, int64_t at) {
-  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
-  file.seekg(at);
-  const int byte = file.get();
-  file.seekp(at);
-  file.put(static_cast<char>(byte ^ 4));
-  ASSERT_TRUE(file.good()) << path;
-}
-
 std::string refusal_of(const std::function<void()>& call) {
   try {
     call();

@@ -6,11 +6,11 @@
 
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 
 #include "engine/checkpoint/manifest.h"
 #include "tests/engine/around.h"
 #include "tests/engine/rank_world.h"
+#include "tests/test_folders.h"
 
 namespace overspill::testing {
 namespace {
@@ -168,12 +168,7 @@ TEST_F(RankCheckpoints, ThatARankFindsDamagedAreRefusedByAllBeforeAnythingChange
   save_at(2, {.stage = 3});
   const fs::path data = folder_ / "saved" / "rank1-resident.bin";
   ASSERT_TRUE(fs::exists(data));
-  std::fstream file(data, std::ios::in | std::ios::out | std::ios::binary);
-  file.seekg(100);
-  const int byte = file.get();
-  file.seekp(100);
-  file.put(static_cast<char>(byte ^ 4));
-  file.close();
+  flip_a_bit(data, 100);
   const auto errors = on_ranks(2, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
     const auto engine = toy_rank({.stage = 2, .job = "opened"}, std::move(ranks));
     toy_load(*engine);

@@ -32,8 +32,7 @@ class Command:
 
 class Server:
     def __init__(self, folder: Path, env: dict[str, str]):
-        single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        self._env = env | single | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        self._env = env | warm.ONE_THREAD | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         self._folder, self._count = folder, 0
 
     def start(self, *arguments) -> Command:

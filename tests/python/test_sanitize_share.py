@@ -1,4 +1,4 @@
-"""tools/sanitize_share.py: every test runs within a few commits, and those without parameters always."""
+"""tools/sanitize_share.py: every test runs within a few turns, and those without parameters always."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
 import sanitize_share
 
-LISTED = """Test project /work/build/asan
+LISTED = """Test project build/asan
   Test    #2: Plain.Test
   Test    #3: All/Suite.Test/one
   Test    #4: All/Suite.Test/two
@@ -19,8 +19,8 @@ Total Tests: 6
 """
 
 
-def test_all_run_within_as_many_commits_as_the_share():
-    parts = [set(sanitize_share.chosen(LISTED, 3, commits)[0]) for commits in (7, 8, 9)]
+def test_all_run_within_as_many_turns_as_the_share():
+    parts = [set(sanitize_share.chosen(LISTED, 3, turn)[0]) for turn in (7, 8, 9)]
     assert set.union(*parts) == {2, 3, 4, 5, 6, 9}
     assert all(2 in part for part in parts)
     assert sum(map(len, parts)) == 3 + 5, "no instance runs twice"

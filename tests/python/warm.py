@@ -43,6 +43,7 @@ IMPORTED = (
     "overspill.cli.session",
     "overspill.data",
 )
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _LENGTH = 8  # bytes of a message's length, which goes before it
 
@@ -56,9 +57,8 @@ class Popen(subprocess.Popen):
         start_new_session, process_group,
     ):  # fmt: skip
         assert args[0] == sys.executable, args
-        assert (
-            executable is None and preexec_fn is None and not pass_fds and not shell and process_group == -1
-        )
+        assert (executable, preexec_fn, uid, gid, gids, umask, process_group) == (None,) * 5 + (-1, -1)
+        assert close_fds and not pass_fds and not shell
         program = {
             "arguments": [os.fsdecode(argument) for argument in args[1:]],
             "folder": os.fspath(cwd or Path.cwd()),
@@ -122,11 +122,12 @@ class _Adopting:
 @functools.cache
 def _server() -> _Server:
     own, its = socket.socketpair()
-    single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     paths = os.pathsep.join((str(HERE.parents[1] / "bindings"), str(HERE)))
     subprocess.Popen(
         [sys.executable, "-c", f"import warm; warm.serve({its.fileno()})"],
-        env=os.environ | single | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+        env=os.environ
+        | ONE_THREAD
+        | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
         stdin=subprocess.DEVNULL,
         pass_fds=[its.fileno()],
     )
