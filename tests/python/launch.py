@@ -61,11 +61,11 @@ def end_group() -> None:
     torch.distributed.destroy_process_group()
 
 
-def start(world: int, script: str, *arguments) -> list[subprocess.Popen]:
+def start(world: int, script: str, *arguments, popen=warm.Popen) -> list[subprocess.Popen]:
     """One process a rank; the store is rank 0's. `script` lies beside the tests."""
     port = free_port()
     return [
-        warm.Popen(
+        popen(
             [sys.executable, str(HERE / script), *map(str, arguments)],
             env=environment(RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
             stdout=subprocess.PIPE,
@@ -109,9 +109,9 @@ def told(ended: list[Ended]) -> str:
     return "\n".join(f"=== process {number}: {process}" for number, process in enumerate(ended))
 
 
-def run(world: int, script: str, *arguments, timeout: float = HANGS) -> list[Ended]:
+def run(world: int, script: str, *arguments, timeout: float = HANGS, popen=warm.Popen) -> list[Ended]:
     """All ranks have to end well."""
-    ended = finish(start(world, script, *arguments), timeout)
+    ended = finish(start(world, script, *arguments, popen=popen), timeout)
     assert all(process.code == 0 for process in ended), f"{world} ranks\n{told(ended)}"
     return ended
 

@@ -81,7 +81,8 @@ def pretrained() -> Path:
 def learn_with_two_ranks(model: Path, folder: Path, steps: int, length: int) -> list[float]:
     """The losses, after they were found to be those of one process."""
     data = write_text(model, folder / "text.txt", steps, length)
-    agent = launch.torchrun(2, SCRIPT, model, folder / "text.txt", folder, length, folder=folder)
+    command = (SCRIPT, model, folder / "text.txt", folder, length)
+    agent = launch.torchrun(2, *command, folder=folder, popen=subprocess.Popen)  # as a user's torchrun does
     (ended,) = launch.finish([agent])
     assert ended.code == 0, ended
     expected = one_process(model, data, folder)

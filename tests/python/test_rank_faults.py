@@ -58,6 +58,7 @@ QUICK = [
     ("construction", "disk", 2, 1),
     ("construction", "budget", 2, 0),
     ("config", "exception", 2, 1),
+    ("script", "exception", 2, 1),
     ("weights", "exception", 4, 2),
     ("broadcast", "kill", 2, 0),
     ("save", "disk", 2, 1),

@@ -158,22 +158,29 @@ def _fork_for(end: socket.socket) -> None:
         if not head:
             os._exit(0)
         text = _received(end, int.from_bytes(head, "little"))
-        assert len(os.listdir("/proc/self/task")) == 1, "a child of a process with threads may hang"
+        _assert_one_thread()
         told, tells = os.pipe()
         between = os.fork()
         if between == 0:
             child = os.fork()
             if child != 0:  # it ends, so that the caller becomes the child's parent
-                os.write(tells, child.to_bytes(_LENGTH, "little"))
                 os._exit(0)
+            program = json.loads(text)
+            if program["session"]:  # before its id is told: the caller may kill its group at once
+                os.setsid()
+            os.write(tells, os.getpid().to_bytes(_LENGTH, "little"))
             for handle in (told, tells):
                 os.close(handle)
             end.close()
-            _end(functools.partial(_become, json.loads(text), files))
+            _end(functools.partial(_become, program, files))
         os.waitpid(between, 0)
         end.sendall(os.read(told, _LENGTH))
         for handle in (told, tells, *files):
             os.close(handle)
+
+
+def _assert_one_thread() -> None:
+    assert len(os.listdir("/proc/self/task")) == 1, "a child of a process with threads may hang"
 
 
 def _received(end: socket.socket, count: int) -> bytes:
@@ -210,8 +217,6 @@ def _become(program: dict, files: list[int]) -> None:
     from overspill import fate
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if program["session"]:
-        os.setsid()
     for place, handle in enumerate(files):
         os.dup2(handle, place)
         os.close(handle)
@@ -268,6 +273,7 @@ def _fork_workers() -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     own, its = socket.socketpair()
+    _assert_one_thread()
     if os.fork() == 0:
         own.close()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
