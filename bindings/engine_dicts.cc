@@ -100,6 +100,7 @@ py::dict plan_dict(const engine::Plan& plan) {
   out["accumulators_device_bytes"] = plan.accumulators_device_bytes;
   out["squares_device_bytes"] = plan.squares_device_bytes;
   out["units_on_device"] = plan.units_on_device();
+  out["activations_host_bytes"] = plan.activations_host_bytes;
   out["scratch_bytes"] = plan.access_bytes + plan.exchange_bytes;
   out["weights_nvme_bytes"] = plan.weights_nvme_bytes;
   out["states_nvme_bytes"] = plan.states_nvme_bytes;
@@ -133,6 +134,10 @@ py::dict stats_dict(engine::Engine& self) {
   out["guesses_dropped"] = stats.guesses_dropped;
   out["guesses_unfinished"] = stats.guesses_unfinished;
   out["trace_departures"] = stats.trace_departures;
+  out["activations_kept_bytes"] = stats.activations.put_bytes;
+  out["activations_written_bytes"] = stats.activations.written_bytes;
+  out["activations_read_bytes"] = stats.activations.read_bytes;
+  out["activations_demand_reads"] = stats.activations.demand_reads;
   py::list paths;
   for (const io::PathStats& path : stats.store.paths) paths.append(path_dict(path));
   out["paths"] = paths;

@@ -156,6 +156,7 @@ void register_specs(py::module_& m) {
   py::class_<PythonConfig>(m, "Config")
       .def(py::init<>())
       .def_readwrite("host_budget_bytes", &PythonConfig::host_budget_bytes)
+      .def_readwrite("activations_bytes", &PythonConfig::activations_bytes)
       .def_readwrite("device_budget_bytes", &PythonConfig::device_budget_bytes)
       .def_readwrite("nvme", &PythonConfig::nvme)
       .def_readwrite("job", &PythonConfig::job)

@@ -1,5 +1,6 @@
 // Memory that Python sees without a copy: leased weights, gradients, and what released parameters lie over.
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "bindings/bindings.h"
@@ -44,6 +45,26 @@ py::tuple acquire_on(Engine& self, int32_t unit, uintptr_t queue, int32_t device
   std::byte* data = held.lease->data();
   const int64_t bytes = held.lease->bytes();
   return py::make_tuple(make_capsule(held, data, bytes, {device_type, device_id}), held);
+}
+
+/// None where the engine has no room for it.
+py::object keep_activation(Engine& self, uintptr_t address, int64_t bytes) {
+  std::optional<engine::Activation> kept;
+  {
+    const py::gil_scoped_release release;
+    kept = self.keep_activation(memory_at(address, bytes));
+  }
+  return kept ? py::cast(std::move(*kept)) : py::none();
+}
+
+py::capsule hold_activation(const engine::Activation& self) {
+  engine::ActivationHold held;
+  {
+    const py::gil_scoped_release release;
+    held = self.hold();
+  }
+  const std::span<std::byte> bytes = held.bytes();
+  return make_capsule(std::move(held), bytes.data(), std::ssize(bytes));
 }
 
 void add_device_gradient(Engine& self, int32_t unit, int32_t segment, const py::capsule& gradient,
@@ -94,7 +115,11 @@ void add_memory(py::module_& m, EngineClass& cls) {
           "use_on", [](SharedLease& self, uintptr_t queue) { self.lease->use_on(queue_at(queue)); },
           py::arg("queue"), py::call_guard<py::gil_scoped_release>(),
           "What the queue is given from now on sees the weights too.");
+  py::class_<engine::Activation>(m, "Activation")
+      .def("hold", &hold_activation,
+           "Its bytes as a DLPack capsule: in memory until the last tensor made of it dies.");
   cls.def("acquire", &acquire)
+      .def("keep_activation", &keep_activation)
       .def("acquire_on", &acquire_on)
       .def("add_device_gradient", &add_device_gradient)
       .def("nan_capsule", &device_nan_capsule);

@@ -36,6 +36,7 @@ py::dict report_dict(const StepReport& r) {
   waits["reads"] = seconds(of(r.wait_by_cause_ns, Cause::reads));
   waits["room"] = seconds(of(r.wait_by_cause_ns, Cause::room));
   waits["staging"] = seconds(of(r.wait_by_cause_ns, Cause::staging));
+  waits["activations"] = seconds(of(r.wait_by_cause_ns, Cause::activations));
   waits["rest"] = seconds(of(r.wait_by_cause_ns, Cause::rest));
   out["wait_by_cause"] = waits;
   out["wait_for_disk_seconds"] = seconds(r.wait_for_disk_ns);

@@ -6,10 +6,11 @@
 //   engine.step(groups);
 //
 // Threads. These methods may be called from any thread at any time, also at the same time:
-//   acquire() and everything of a Lease, its end included; begin_pass(), begin_backward(), add_gradient(),
-//   has_gradient(), generation(), resident_now(), expect_step();
-//   save_progress(), hurry_save(), device(), layout(), plan(), stats(), report(), report_inside(), figures(),
-//   predict(), predict_budgets(), record_journal(), take_journal(), take_device_spans().
+//   acquire() and everything of a Lease, its end included; keep_activation() and everything of an Activation;
+//   begin_pass(), begin_backward(), add_gradient(), has_gradient(), generation(), resident_now(),
+//   expect_step(); save_progress(), hurry_save(), device(), layout(), plan(), stats(), report(),
+//   report_inside(), figures(), predict(), predict_budgets(), record_journal(), take_journal(),
+//   take_device_spans().
 // All others change or read weights, states or gradients as a whole. The caller calls them one at a time,
 // from any thread, and calls none of the methods in the first two lines above while one of them runs; those
 // from device() on may be called even then. The engine adds gradients in the order of the calls: where
@@ -26,12 +27,14 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "engine/activation.h"
 #include "engine/base/config.h"
 #include "engine/base/device_array.h"
 #include "engine/base/engine_failed.h"
@@ -127,6 +130,7 @@ struct Stats {
   int64_t guesses_dropped = 0;     // those whose update step() dropped
   int64_t guesses_unfinished = 0;  // wanted, being made or being written now
   int64_t trace_departures = 0;
+  ActivationStats activations;
   int64_t gather_free_run_bytes = 0;  // the longest run of the arena that is free now
   io::StoreStats store;
 };
@@ -177,6 +181,10 @@ class Engine {
   /// does not.
   Lease acquire(int32_t unit, Queue queue);
   bool resident_now(int32_t unit);
+  /// Keeps a copy of `bytes`, in host memory, for backward. Nothing where the arena of
+  /// Config::activations_bytes is smaller, or full of activations that are held: the caller then keeps them
+  /// itself. Throws io::StoreError where the disks have no room for what has to leave the arena.
+  std::optional<Activation> keep_activation(std::span<const std::byte> bytes);
   /// Makes `data` the segment's weight (lo = 0) after the caller has changed leased memory in place. `data`
   /// is that memory or a copy of it; the lease may be older than the weight. All ranks call it with the same
   /// data, and wait for one another as in load_weight().

@@ -95,7 +95,7 @@ Resources make_resources(const std::vector<UnitSpec>& units, const Config& confi
     const Layout layout = make_layout(units, config.chunk_elements, resources.ranks.communicator->rank(),
                                       resources.ranks.communicator->world(), config.stage);
     const Plan plan = make_plan(layout, config, traits_of(*resources.device, *resources.ranks.communicator));
-    if (plan.nvme_bytes() > 0) {
+    if (plan.nvme_reserve_bytes > 0) {
       resources.store = make_store(config, options, plan);
       resources.watch = resources.store->watch();
     }

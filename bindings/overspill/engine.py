@@ -26,6 +26,7 @@ from . import (
     going_on,
     handover,
     hooks,
+    moving,
     newcomers,
     parts,
     patches,
@@ -120,6 +121,8 @@ class Engine(Stepping, Figures, Saving):
             folder = files.Folder(next(iter(config.budget.nvme), None))
             found = Gradients(core, self._place, self.world_size)
             self._residency = end.owner = Residency(core, specs, self._place, found, folder)
+            if config.budget.activations is not None:
+                self._residency.moving = moving.Moving(core, self._residency.freed)
             patches.install(self._residency)
             self._life = Life()
             weakref.finalize(self._life, end.collected)

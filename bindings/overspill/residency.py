@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import files, forked, heap, leases, lending, packed, place, ranks, showing
+from . import files, forked, heap, leases, lending, moving, packed, place, ranks, showing
 from .nan_memory import nan_like
 from .parts import Part
 from .segments import Unit, get_grad, registry, run_of, set_grad
@@ -80,6 +80,7 @@ class Residency:
         self.core, self.place, self.calls = core, where, 0
         self.gradients, self.folder = held, folder
         self.freed = heap.Freed()
+        self.moving: moving.Moving | None = None  # set where the engine keeps activations
         self.closed: str | None = None  # why it cannot be used any more
         self.why_closed = (
             "the engine of this model is closed; its weights are gone: make model and engine anew, and load a "

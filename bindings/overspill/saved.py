@@ -20,6 +20,7 @@ from torch._C import DisableTorchFunction, _autograd
 from . import calls, leases, showing, vertical
 from .calls import books, in_backward
 from .divided import form_of, in_form, is_divided, memory_of
+from .moving import Moved, Moving
 from .segments import Segment, Unit, registry
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -78,13 +79,17 @@ class Activation:
 
 
 def pack(tensor: torch.Tensor) -> Any:
-    """A Handle, an Activation, or the tensor (kinds of tensors that have no storage of their own)."""
+    """A Handle, a Moved, an Activation, or the tensor (kinds of tensors that have no storage of their own)."""
     with DisableTorchFunction():
         handle = _handle(tensor)
         if handle is not None:
             return handle
         if not (_has_memory(tensor) or is_divided(tensor)):
             return tensor
+        if (moving := _moving()) is not None and _has_memory(tensor):
+            moved = moving.keep(tensor)
+            if moved is not None:
+                return moved
         saved = Activation()
         saved.tensor, saved.version = tensor.detach(), tensor._version
         return saved
@@ -102,10 +107,17 @@ def unpack(saved: Any) -> torch.Tensor:
                     f"{saved.version}"
                 )
         return tensor
-    if type(saved) is Handle:
+    if type(saved) is Handle or type(saved) is Moved:
         with DisableTorchFunction():
             return saved.tensor()
     return saved
+
+
+def _moving() -> Moving | None:
+    """Of the engine whose module is under way: it keeps activations, or None."""
+    under_way = calls.here.stack.calls
+    owner = under_way[-1].owner if under_way else None
+    return None if owner is None else owner.moving
 
 
 def compose(user_pack: Callable, user_unpack: Callable) -> tuple[Callable, Callable]:

@@ -19,6 +19,7 @@ enum class Placement : uint8_t {
 
 struct Config {
   int64_t host_budget_bytes = 0;            // required
+  int64_t activations_bytes = 0;            // of them: an arena of activations, which overflows to NVMe
   int64_t device_budget_bytes = 0;          // 0: only the weights that leases and prefetching need
   std::vector<std::filesystem::path> nvme;  // folders
   std::string job = "default";              // names this run's files; one live run per job and folder

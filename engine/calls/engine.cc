@@ -20,6 +20,7 @@ namespace {
 
 Config checked(Config config) {
   if (config.host_budget_bytes <= 0) throw std::invalid_argument("host_budget_bytes must be positive");
+  if (config.activations_bytes < 0) throw std::invalid_argument("activations_bytes must not be negative");
   if (config.threads < 0) throw std::invalid_argument("threads must not be negative");
   if (config.prefetch_units < 0) throw std::invalid_argument("prefetch_units must not be negative");
   if (config.gradient_accumulation < 1)
@@ -90,7 +91,7 @@ std::shared_ptr<Machine> Engine::build(const std::vector<UnitSpec>& units, const
   }
   Layout layout = make_layout(units, own.chunk_elements, ranks.rank(), ranks.world(), own.stage);
   Plan plan = make_plan(layout, own, traits_of(*resources.device, *resources.ranks.communicator));
-  if (plan.nvme_bytes() > 0 && resources.store == nullptr)
+  if (plan.nvme_reserve_bytes > 0 && resources.store == nullptr)
     throw std::invalid_argument("the plan needs a store");
   return {new Machine(std::move(layout), std::move(plan), std::move(own), std::move(resources)), &dispose};
 }

@@ -28,6 +28,7 @@ Stats Engine::stats() {
   stats.guesses_dropped = m.core.stats.guesses_dropped;
   stats.guesses_unfinished = m.updater.guesses_unfinished();
   stats.trace_departures = m.gatherer.trace().departures();
+  stats.activations = m.activations.stats();
   stats.gather_free_run_bytes = m.gatherer.largest_free_run();
   if (m.core.store.exists()) stats.store = m.core.store->stats();
   return stats;

@@ -19,6 +19,7 @@ Machine::Machine(Layout layout, Plan plan, Config config, Resources resources)
       updater(setup, core, hardware, model, demand, gatherer, snapshot),
       gradients(setup, core, hardware, model, ranks, device_units, squares),
       intake(setup, core, hardware, queues, updater, gradients),
+      activations(setup, core, hardware),
       access(setup, core, hardware, model, device_units),
       keeper(setup, core, model, access),
       background(setup, core, snapshot, keeper),

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cpu_optim/optimizer.h"
+#include "engine/activations/activation_stash.h"
 #include "engine/base/group_range.h"
 #include "engine/calls/owners.h"
 #include "engine/checkpoint/background_save.h"
@@ -134,6 +135,7 @@ class Machine : public Owners {
   Updater updater;
   Gradients gradients;
   GradientIntake intake;
+  ActivationStash activations;
   Access access;
   CheckpointKeeper keeper;
   BackgroundSave background;

@@ -158,7 +158,7 @@ void CheckpointKeeper::take_room() {
   if (!core_.store.exists()) return;
   // Without train_after_save a checkpoint holds the states' only room.
   if (setup_.config.train_after_save) kept_ = take_over(setup_, *core_.store);
-  core_.store->reserve(room_bytes());
+  core_.store.reserve(room_bytes());
 }
 
 void CheckpointKeeper::require_room_to_change() {
@@ -212,7 +212,7 @@ void CheckpointKeeper::prepare(const fs::path& folder) {
 
 RankPart& CheckpointKeeper::begin_part(const fs::path& folder) {
   forget_deleted();
-  if (core_.store.exists()) core_.store->reserve(room_bytes());
+  if (core_.store.exists()) core_.store.reserve(room_bytes());
   const fs::path own = own_folder(folder);
   if (own != partial_name(folder)) make_folder(own);
   return part_.emplace(setup_, core_, model_, access_, meter_, own);

@@ -1,5 +1,6 @@
 #include "engine/core/store_gate.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
@@ -49,6 +50,28 @@ bool StoreGate::poll() {
   if (store_ == nullptr) return false;
   const Inside inside(*this);
   return store_->poll();
+}
+
+void StoreGate::reserve(int64_t bytes) {
+  int64_t total = 0;
+  {
+    const MutexLock guard(monitor_.mutex());
+    reserved_bytes_ = std::max(reserved_bytes_, bytes);
+    total = reserved_bytes_ + more_bytes_;
+  }
+  store_->reserve(total);
+}
+
+void StoreGate::reserve_more(int64_t bytes) {
+  more_bytes_ += bytes;  // at once: another caller adds to it
+  const int64_t total = reserved_bytes_ + more_bytes_;
+  try {
+    const Inside inside(*this);
+    store_->reserve(total);
+  } catch (...) {
+    more_bytes_ -= bytes;
+    throw;
+  }
 }
 
 io::Extent StoreGate::allocate(int64_t bytes) {

@@ -32,6 +32,10 @@ class StoreGate {
 
   /// As Store::poll, without the mutex. False without a store.
   bool poll() MAY_RELEASE(engine_mutex);
+  /// As Store::reserve, for all but what reserve_more() has added.
+  void reserve(int64_t bytes) EXCLUDES(engine_mutex);
+  /// Makes room for `bytes` more, without the mutex. Throws StoreError; then nothing has changed.
+  void reserve_more(int64_t bytes) MAY_RELEASE(engine_mutex);
   /// As Store::allocate, without the mutex, since it may wait for the disk. Throws StoreError.
   io::Extent allocate(int64_t bytes) MAY_RELEASE(engine_mutex);
   /// Hands a transfer of the schedule to the store; the report counts it until its on_complete says so.
@@ -64,7 +68,9 @@ class StoreGate {
   StepMeter& meter_ GUARDED_BY(engine_mutex);
   std::unique_ptr<io::Store> store_;
   const std::shared_ptr<io::StallWatch> watch_;
-  int inside_ GUARDED_BY(engine_mutex) = 0;  // callers who are in the store without the mutex
+  int64_t reserved_bytes_ GUARDED_BY(engine_mutex) = 0;
+  int64_t more_bytes_ GUARDED_BY(engine_mutex) = 0;  // by reserve_more()
+  int inside_ GUARDED_BY(engine_mutex) = 0;          // callers who are in the store without the mutex
 };
 
 }  // namespace overspill::engine

@@ -195,7 +195,7 @@ void PlanSizes::size_up() {
   const int64_t checkpoints = config_.train_after_save ? config_.checkpoints_kept + 1 : 0;
   p.nvme_reserve_bytes = p.kept_nvme_bytes() * (1 + checkpoints + (config_.speculate ? 1 : 0)) +
                          2 * p.ring_slots * p.ring_slot_bytes + p.gradients_nvme_bytes +
-                         p.staging_buffers * p.staging_buffer_bytes;
+                         p.staging_buffers * p.staging_buffer_bytes + p.activations_host_bytes;
 }
 
 /// No more than there are chunks whose gradients may pass.

@@ -20,6 +20,7 @@ class Planner {
   Planner(const Layout& layout, const Config& config, const DeviceTraits& device)
       : layout_(layout), config_(config), device_(device), sizes_(layout, config, device, plan_) {
     plan_.host_budget_bytes = config.host_budget_bytes;
+    plan_.activations_host_bytes = config.activations_bytes;
     plan_.weights_on_nvme.assign(layout.units.size(), false);
     plan_.states_on_nvme.assign(layout.chunks.size(), false);
     plan_.gradients_on_nvme.assign(layout.chunks.size(), false);
@@ -296,6 +297,8 @@ class Planner {
     if (plan_.nvme_bytes() > 0 && config_.nvme.empty()) {
       throw BudgetError("this placement needs NVMe: give a folder for it (budget.nvme, --nvme)");
     }
+    if (plan_.activations_host_bytes > 0 && config_.nvme.empty())
+      throw BudgetError("budget.activations needs NVMe, where they go on: give a folder for it (budget.nvme)");
     if (fits()) return;
     const char* way_out = config_.nvme.empty() ? " or give a folder on NVMe (budget.nvme, --nvme)" : "";
     Config all = config_;

@@ -28,9 +28,10 @@ enum class Cause : uint8_t {
   reads,         // for reads of gathered weights
   room,          // for room in the arena of gathered units
   staging,       // for a staging buffer of spilled gradients, or a sum that has to be read back
+  activations,   // for an activation that is read back, or for room for one
   rest,          // for a read or write from outside the step: all components have to be at home
 };
-inline constexpr size_t kCauses = 6;
+inline constexpr size_t kCauses = 7;
 
 enum class Activity : uint8_t { call, wait, read, write, update };
 inline constexpr size_t kActivities = 5;

@@ -50,6 +50,7 @@ const Calls& refused() {
       {"begin_backward", [](Engine& e) { e.begin_backward(); }},
       {"acquire", [](Engine& e) { (void)e.acquire(0); }},
       {"acquire", [](Engine& e) { (void)e.acquire(0, engine::Queue{}); }},
+      {"keep_activation", [](Engine& e) { (void)e.keep_activation({}); }},
       {"resident_now", [](Engine& e) { e.resident_now(0); }},
       {"written", [](Engine& e) { e.written(0, 0, bytes().first(6208 * 2)); }},
       {"add_gradient", [](Engine& e) { e.add_gradient(0, 0, bytes(), "F32"); }},

@@ -33,7 +33,8 @@ std::unique_ptr<Owners> make_owners(OwnersOptions options) {
   if (options.change_plan) options.change_plan(plan);
   resources.ranks.communicator = std::move(options.ranks);
   resources.store =
-      io::make_memory_store(64 << 20, io::Faults{}, io::kChecksumBlockBytes, std::move(options.time));
+      io::make_memory_store(64 << 20, options.faults, io::kChecksumBlockBytes, std::move(options.time));
+  if (options.around_store) resources.store = options.around_store(std::move(resources.store));
   resources.store->reserve(32 << 20);
   return std::make_unique<Owners>(std::move(layout), std::move(plan), std::move(options.config),
                                   std::move(resources));

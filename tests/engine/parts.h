@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine/calls/owners.h"
+#include "io/memory_store.h"
 #include "io/virtual_time.h"
 #include "tests/engine/toy_model.h"
 
@@ -25,9 +26,11 @@ struct OwnersOptions {
   engine::Config config = parts_config();
   std::string device = "host";
   std::unique_ptr<engine::Communicator> ranks = nullptr;  // null: one rank
+  io::Faults faults = {};
   /// The store's transfers end on the thread of whoever polls, when the test says so. Null: on its own.
   std::shared_ptr<io::VirtualTime> time = std::make_shared<io::VirtualTime>();
   std::function<void(engine::Plan&)> change_plan = nullptr;
+  std::function<std::unique_ptr<io::Store>(std::unique_ptr<io::Store>)> around_store = nullptr;
 };
 std::unique_ptr<Owners> make_owners(OwnersOptions options = {});
 

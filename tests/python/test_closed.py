@@ -173,6 +173,7 @@ CORE_CALLS = {
     "read_state": lambda: core.read_state(0, 0, "m", address, 256),
     "read_weight": lambda: core.read_weight(0, 0, address, 256, "F32"),
     "record_journal": lambda: core.record_journal(True),
+    "keep_activation": lambda: core.keep_activation(address, 256),
     "resident_now": lambda: core.resident_now(0),
     "save": lambda: core.save(folder + "/core", "{}"),
     "save_in_background": lambda: core.save_in_background(folder + "/behind", lambda folder: "{}"),

@@ -170,6 +170,7 @@ FILE_ONLY = {
     "managed_gradient_accumulation": False,
     "dataloader_drop_last": True,  # every micro-batch of the command's is whole
     "zero_optimization.stage": 2,
+    "budget.activations": 1 << 20,
     "engine.prefetch_units": 2,
     "engine.speculate": True,
     "engine.chunk_elements": 4096,

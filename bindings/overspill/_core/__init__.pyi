@@ -16,6 +16,7 @@ from . import optim
 
 __all__: list[str] = [
     "OWN_STATES_FILE",
+    "Activation",
     "BudgetError",
     "CheckpointError",
     "CheckpointParameters",
@@ -159,6 +160,10 @@ class Config:
     train_after_save: bool
     def __init__(self) -> None: ...
     @property
+    def activations_bytes(self) -> int: ...
+    @activations_bytes.setter
+    def activations_bytes(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
     def checkpoints_kept(self) -> int: ...
     @checkpoints_kept.setter
     def checkpoints_kept(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> None: ...
@@ -295,6 +300,9 @@ class Engine:
         self, arg0: typing.SupportsInt | typing.SupportsIndex, arg1: typing.SupportsInt | typing.SupportsIndex
     ) -> bool: ...
     def hurry_save(self) -> None: ...
+    def keep_activation(
+        self, arg0: typing.SupportsInt | typing.SupportsIndex, arg1: typing.SupportsInt | typing.SupportsIndex
+    ) -> typing.Any: ...
     def layout(self, arg0: typing.SupportsInt | typing.SupportsIndex) -> list[int]: ...
     def load(self, folder: os.PathLike[str] | str | bytes) -> str: ...
     def load_weight(
@@ -458,6 +466,12 @@ class Lease:
     def use_on(self, queue: typing.SupportsInt | typing.SupportsIndex) -> None:
         """
         What the queue is given from now on sees the weights too.
+        """
+
+class Activation:
+    def hold(self) -> typing_extensions.CapsuleType:
+        """
+        Its bytes as a DLPack capsule: in memory until the last tensor made of it dies.
         """
 
 class CheckpointParameters:

@@ -80,6 +80,9 @@ class Budget(Section):
     null: half of what is free when the engine starts."""
     nvme: Annotated[list[Annotated[str, AfterValidator(folder)]], AfterValidator(each_once)] = []  # noqa: RUF012  # pydantic copies it
     """Folders on fast disks, one a disk. An empty list keeps everything in host memory."""
+    activations: Bytes | None = None
+    """So much of `host` holds what autograd saves in forward for backward, and what does not fit there goes on to
+    `nvme`; the results are the same to the bit (docs/activations.md). null: it stays where the model computes."""
     endurance_tbw: Float | None = Field(None, ge=0)
     """Terabytes that each of their drives is rated to be written, from its data sheet. Only reports use it. null: what
     the drive tells."""
@@ -246,6 +249,7 @@ class Config(Section):
         a plan, the device that is named."""
         flat = core.Config()
         flat.host_budget_bytes = self.budget.host
+        flat.activations_bytes = self.budget.activations or 0
         flat.device_budget_bytes = self._device_bytes(place)
         flat.nvme = list(self.budget.nvme)
         open_ended = not self.managed_gradient_accumulation  # nobody knows which pass is a step's last
@@ -267,6 +271,8 @@ class Config(Section):
                 "config: engine.placement = 'device' and the model computes on the host, where there is no device's "
                 "memory: name a GPU (engine.device, --device), or another placement"
             )
+        if flat.activations_bytes:
+            self._check_activations(flat.device)
         # Containers count processes by themselves: two on one disk may both be process 1.
         flat.job = self.engine.job or f"{os.getpid()}-{next(_engines)}-{secrets.token_hex(4)}"
         if rank is not None:
@@ -274,6 +280,18 @@ class Config(Section):
         if part is not None:
             flat.job += f"-part{part}"
         return flat
+
+    def _check_activations(self, device: str) -> None:
+        if device != "host":
+            raise NotSupportedHere(
+                f"config: budget.activations: not supported: activations of {device}; leave it out and use "
+                "torch.autograd.graph.save_on_cpu or gradient checkpointing"
+            )
+        if not self.budget.nvme:
+            raise ConfigError(
+                "config: budget.activations needs disks, where they go on (budget.nvme, --nvme); without disks leave "
+                "it out: activations then stay in memory"
+            )
 
     def _planned_device(self) -> str:
         if self.engine.device != "auto":
