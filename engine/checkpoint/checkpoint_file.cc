@@ -69,6 +69,15 @@ int64_t CheckpointFile::bytes() const {
   return status.st_size;
 }
 
+void CheckpointFile::preallocate(int64_t bytes) const {
+  int failed = 0;
+  do {
+    failed = bytes > 0 && ::fallocate(file_, 0, 0, bytes) != 0 ? errno : 0;
+  } while (failed == EINTR);
+  if (failed == ENOSPC || failed == EDQUOT || failed == EFBIG)
+    fail(path_, fmt::format("{} bytes cannot be reserved", bytes).c_str(), failed, kMakeRoom);
+}
+
 void CheckpointFile::drop_cached() const {
   // Its answer is no promise, so a refusal changes nothing.
   static_cast<void>(::posix_fadvise(file_, 0, 0, POSIX_FADV_DONTNEED));

@@ -39,6 +39,13 @@ void verify_blocks(const std::filesystem::path& folder, const FileRange& range, 
   }
 }
 
+/// How many bytes, whole blocks, O_DIRECT can read from there to where they stay; 0: they need a buffer.
+int64_t straight_bytes(int64_t offset, std::span<const std::byte> to) {
+  const bool aligned =
+      offset % io::kBlockBytes == 0 && reinterpret_cast<uintptr_t>(to.data()) % io::kBlockBytes == 0;
+  return aligned ? std::min(std::ssize(to), kReadBytes) / kSumBlock * kSumBlock : 0;
+}
+
 }  // namespace
 
 std::shared_ptr<const CheckpointFile> CheckpointReader::file(const std::string& name) const {
@@ -82,6 +89,16 @@ void CheckpointReader::read_into(const FileRange& range, int64_t begin, std::spa
       opened->read_at(blocks, range.offset + at);
       verify_blocks(folder_, range, at / kSumBlock, blocks);
       done += std::ssize(blocks);
+      continue;
+    }
+    if (const int64_t straight = through_ == Through::nothing && at % kSumBlock == 0
+                                     ? straight_bytes(range.offset + at, to.subspan(done))
+                                     : 0;
+        straight > 0) {
+      const std::span<std::byte> blocks = to.subspan(done, straight);
+      opened->read_at(blocks, range.offset + at);
+      verify_blocks(folder_, range, at / kSumBlock, blocks);
+      done += straight;
       continue;
     }
     // To the end of a block, so that none is read twice.

@@ -18,7 +18,7 @@ namespace overspill::engine {
 namespace {
 
 constexpr int64_t kMergeBytes = int64_t{2} << 20;  // read, converted and written at a time
-constexpr int kMergeThreads = 8;                   // as many requests are in flight
+constexpr int kMergeThreads = 16;                  // as many requests are in flight
 
 /// Header length and header, padded to 8 bytes.
 std::string header_of(const MergedFile& merged) {
@@ -195,6 +195,7 @@ void write_merged(const CheckpointReader& checkpoint, const MergedFile& merged, 
   std::deque<RunWriter> writers;  // which stay where they are
   for (int i = 0; i < kMergeThreads; ++i) writers.emplace_back(checkpoint, layout, file);
   Mutex holds_tensor;  // one at a time: its tensor may have all the memory that there is
+  file.preallocate(layout.bytes());
   file.pass_cache();
   side_by_side(
       std::ssize(runs), kMergeThreads,

@@ -12,8 +12,8 @@
 namespace overspill::engine {
 namespace {
 
-constexpr int64_t kPlacedBytes = 16 * io::kChecksumBlockBytes;  // read into place at a time, by one thread
-constexpr int kRestoreThreads = 8;
+constexpr int64_t kPlacedBytes = 64 * io::kChecksumBlockBytes;  // read into place at a time, by one thread
+constexpr int kRestoreThreads = 16;
 constexpr int64_t kRestoreBuffers = int64_t{64} << 20;  // of all threads, where a piece is no larger
 
 constexpr int64_t kAnyTime = -1;
