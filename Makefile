@@ -8,7 +8,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-all setup-test build build-all train train-compare test test-cpp test-python test-long fuzz bench-adam bench-checkpoint bench-formats bench-gguf bench-gpu bench-gradient bench-inference bench-intake bench-io bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheels clean
+.PHONY: help setup setup-all setup-test build build-all train train-compare test test-cpp test-python test-long fuzz bench-activations bench-adam bench-checkpoint bench-formats bench-gguf bench-gpu bench-gradient bench-inference bench-intake bench-io bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheels clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ test-long: build-all  ## Soak and kill runs
 fuzz:  ## Fuzz the readers of checkpoints and of model folders, FUZZ_SECONDS (600) each, with clang's libFuzzer; coverage at the end
 	@tools/setup --fuzz
 	@tools/fuzz
+
+bench-activations: build  ## Moved activations beside plain torch and gradient checkpointing: seconds and memory; 15 minutes
+	@tools/keep_result activations $(PYTHON_VENV) bench/activations/run.py $(BENCH_ACTIVATIONS_ARGS)
 
 bench-adam: build-all  ## The update beside torch's, DeepSpeed's and the memory's limit, in turn; 8 minutes
 	@tools/peers

@@ -57,16 +57,6 @@ py::object keep_activation(Engine& self, uintptr_t address, int64_t bytes) {
   return kept ? py::cast(std::move(*kept)) : py::none();
 }
 
-py::capsule hold_activation(const engine::Activation& self) {
-  engine::ActivationHold held;
-  {
-    const py::gil_scoped_release release;
-    held = self.hold();
-  }
-  const std::span<std::byte> bytes = held.bytes();
-  return make_capsule(std::move(held), bytes.data(), std::ssize(bytes));
-}
-
 void add_device_gradient(Engine& self, int32_t unit, int32_t segment, const py::capsule& gradient,
                          uintptr_t queue) {
   engine::DeviceArray array = take_capsule(gradient);
@@ -116,8 +106,13 @@ void add_memory(py::module_& m, EngineClass& cls) {
           py::arg("queue"), py::call_guard<py::gil_scoped_release>(),
           "What the queue is given from now on sees the weights too.");
   py::class_<engine::Activation>(m, "Activation")
-      .def("hold", &hold_activation,
-           "Its bytes as a DLPack capsule: in memory until the last tensor made of it dies.");
+      .def(
+          "read",
+          [](const engine::Activation& self, uintptr_t address, int64_t bytes) {
+            self.read(memory_at(address, bytes));
+          },
+          py::arg("address"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>(),
+          "Fills memory of as many bytes; waits for them.");
   cls.def("acquire", &acquire)
       .def("keep_activation", &keep_activation)
       .def("acquire_on", &acquire_on)

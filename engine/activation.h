@@ -3,6 +3,7 @@
 // unchanged.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -15,41 +16,13 @@ struct ActivationStats {
   int64_t put_bytes = 0;
   int64_t written_bytes = 0;  // to NVMe
   int64_t read_bytes = 0;     // from NVMe
-  int64_t demand_reads = 0;   // that began when their tensor was taken
+  int64_t demand_reads = 0;   // that began when their tensor was asked for
 };
 
 class Machine;  // the parts of an engine (calls/machine.h)
 
-/// A hold on the bytes of an activation: while it lives, bytes() is valid and lies in the arena, aligned to 4
-/// KiB. Move-only; may outlive the activation and the engine. Its destructor, on any thread, does not throw.
-class ActivationHold {
- public:
-  ActivationHold() = default;
-  ActivationHold(std::shared_ptr<Machine> machine, int64_t number, std::span<std::byte> bytes)
-      : machine_(std::move(machine)), number_(number), bytes_(bytes) {}
-  ActivationHold(ActivationHold&& other) noexcept { swap(other); }
-  ActivationHold& operator=(ActivationHold&& other) noexcept {
-    ActivationHold taken(std::move(other));
-    swap(taken);
-    return *this;
-  }
-  ~ActivationHold();
-  std::span<std::byte> bytes() const { return bytes_; }
-
- private:
-  void swap(ActivationHold& other) noexcept {
-    std::swap(machine_, other.machine_);
-    std::swap(number_, other.number_);
-    std::swap(bytes_, other.bytes_);
-  }
-  std::shared_ptr<Machine> machine_;
-  int64_t number_ = 0;
-  std::span<std::byte> bytes_;
-};
-
-/// Owns the activation: its destructor, on any thread, gives the bytes up once no hold is left, and does not
-/// throw. Move-only; may outlive the engine. A moved-from object owns nothing and may only be destroyed or
-/// assigned to.
+/// Owns the bytes: its destructor, on any thread, gives them up, and does not throw. Move-only; may outlive
+/// the engine. A moved-from object owns nothing and may only be destroyed or assigned to.
 class Activation {
  public:
   Activation(std::shared_ptr<Machine> machine, int64_t number)
@@ -61,10 +34,11 @@ class Activation {
     return *this;
   }
   ~Activation();
-  /// Waits until the bytes are in memory. From now on the engine reads ahead those that were kept before, the
-  /// newest first. Any thread. Throws BudgetError where activations that are held leave no room,
-  /// EngineFailed, std::invalid_argument after close().
-  ActivationHold hold() const;
+  /// Fills `to`, in host memory, of as many bytes, and waits for them. From now on the engine reads ahead
+  /// those that were kept before, the newest first. Any thread, any number of times. Throws EngineFailed,
+  /// io::StoreError where the disks have no room for what has to make way, std::invalid_argument after
+  /// close() or where the size is another.
+  void read(std::span<std::byte> to) const;
 
  private:
   void swap(Activation& other) noexcept {

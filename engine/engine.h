@@ -181,9 +181,9 @@ class Engine {
   /// does not.
   Lease acquire(int32_t unit, Queue queue);
   bool resident_now(int32_t unit);
-  /// Keeps a copy of `bytes`, in host memory, for backward. Nothing where the arena of
-  /// Config::activations_bytes is smaller, or full of activations that are held: the caller then keeps them
-  /// itself. Throws io::StoreError where the disks have no room for what has to leave the arena.
+  /// Keeps a copy of `bytes`, in host memory, for backward. Nothing where they are none, or more than
+  /// Config::activations_bytes: the caller then keeps them itself. Throws io::StoreError where the disks have
+  /// no room for what has to leave the arena.
   std::optional<Activation> keep_activation(std::span<const std::byte> bytes);
   /// Makes `data` the segment's weight (lo = 0) after the caller has changed leased memory in place. `data`
   /// is that memory or a copy of it; the lease may be older than the weight. All ranks call it with the same

@@ -121,8 +121,8 @@ class Engine(Stepping, Figures, Saving):
             folder = files.Folder(next(iter(config.budget.nvme), None))
             found = Gradients(core, self._place, self.world_size)
             self._residency = end.owner = Residency(core, specs, self._place, found, folder)
-            if config.budget.activations is not None:
-                self._residency.moving = moving.Moving(core, self._residency.freed)
+            if config.budget.activations:
+                self._residency.moving = moving.Moving(core, config.budget.activations, self._residency.freed)
             patches.install(self._residency)
             self._life = Life()
             weakref.finalize(self._life, end.collected)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.dlpack import from_dlpack
 
 from . import _core, heap
 
@@ -22,10 +21,10 @@ FROM = 64 << 10  # bytes; smaller ones are not worth a transfer
 class Kept:
     """The bytes of one storage in the engine's keeping, as long as something refers to it."""
 
-    __slots__ = ("__weakref__", "activation", "digest", "source")
+    __slots__ = ("__weakref__", "activation", "bytes", "digest", "source")
 
-    def __init__(self, activation: Any, source: StorageWeakRef, digest: int):
-        self.activation, self.source, self.digest = activation, source, digest
+    def __init__(self, activation: Any, source: StorageWeakRef, size: int, digest: int):
+        self.activation, self.source, self.bytes, self.digest = activation, source, size, digest
 
 
 class Moved:
@@ -38,24 +37,30 @@ class Moved:
         self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def tensor(self) -> torch.Tensor:
-        memory = from_dlpack(self.kept.activation.hold())
-        empty = torch.empty(0, dtype=self.dtype)
-        return empty.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
+        """The caller's own: whoever writes into it, as some backwards do, changes nothing for others."""
+        kept = self.kept
+        memory = torch.UntypedStorage(kept.bytes)
+        kept.activation.read(memory.data_ptr(), kept.bytes)
+        return torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.size, self.stride)
 
 
 class Moving:
-    """Of one engine: `core` has an arena for activations. `freed` counts what leaves torch's memory."""
+    """Of one engine: `core` has an arena of `most` bytes. `freed` counts what leaves torch's memory."""
 
-    def __init__(self, core: Any, freed: heap.Freed):
-        self.core, self.freed = core, freed
+    def __init__(self, core: Any, most: int, freed: heap.Freed):
+        self.core, self.most, self.freed = core, most, freed
         self._kept: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()  # by storage
 
     def keep(self, tensor: torch.Tensor) -> Moved | None:
-        """None where the tensor is better left where it is: small, a small part of a large storage, or more than there
-        is room for."""
+        """None where the tensor is better left where it is: small, a small part of a large storage, larger than the
+        arena, a parameter that no engine has, or not in the CPU's memory."""
         storage = tensor.untyped_storage()
         size = storage.nbytes()
-        if size < FROM or 2 * tensor.numel() * tensor.itemsize < size or tensor.is_conj() or tensor.is_neg():
+        if not FROM <= size <= self.most or 2 * tensor.numel() * tensor.itemsize < size:
+            return None
+        if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg() or storage.data_ptr() == 0:
+            return None
+        if tensor.is_leaf and tensor.requires_grad:
             return None
         # A weak reference keeps the address: no other storage can have it.
         kept = self._kept.get(storage._cdata)
@@ -64,6 +69,6 @@ class Moving:
             activation = self.core.keep_activation(storage.data_ptr(), size)
             if activation is None:
                 return None
-            self._kept[storage._cdata] = kept = Kept(activation, StorageWeakRef(storage), digest)
+            self._kept[storage._cdata] = kept = Kept(activation, StorageWeakRef(storage), size, digest)
             self.freed.add(size)
         return Moved(kept, tensor)

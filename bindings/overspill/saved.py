@@ -117,7 +117,10 @@ def _moving() -> Moving | None:
     """Of the engine whose module is under way: it keeps activations, or None."""
     under_way = calls.here.stack.calls
     owner = under_way[-1].owner if under_way else None
-    return None if owner is None else owner.moving
+    if owner is None or owner.moving is None or owner.closed:
+        return None
+    # A call that was broken off is listed still.
+    return owner.moving if under_way[-1].is_on(sys._getframe()) else None
 
 
 def compose(user_pack: Callable, user_unpack: Callable) -> tuple[Callable, Callable]:

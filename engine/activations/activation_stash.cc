@@ -25,58 +25,68 @@ ActivationStash::ActivationStash(const Setup& setup, Core& core, Hardware& hardw
 }
 
 std::optional<int64_t> ActivationStash::put(std::span<const std::byte> bytes) {
-  if (bytes.empty()) return std::nullopt;
-  taken_ = 0;
   const int64_t room = io::round_up_to_block(std::ssize(bytes));
-  const std::optional<int64_t> place = make_room(room);
-  if (!place) return std::nullopt;
+  if (bytes.empty() || room > memory_.bytes()) return std::nullopt;
+  taken_ = 0;
+  const int64_t place = make_room(room);
   Tensor& tensor = tensors_[++last_];
   tensor.owner = this;
   tensor.number = last_;
   tensor.bytes = std::ssize(bytes);
   tensor.room = room;
-  tensor.place = *place;
-  tensor.transfer.memory = memory_.data() + *place;
+  tensor.place = place;
+  tensor.transfer.memory = memory_.data() + place;
   tensor.transfer.on_complete = &ActivationStash::on_transfer;
   tensor.transfer.context = &tensor;
-  begin_work(tensor, State::filling);
   {
     const Unlocked unlocked(core_.mutex());
     std::ranges::copy(bytes, tensor.transfer.memory);
     std::memset(tensor.transfer.memory + bytes.size(), 0, static_cast<size_t>(room) - bytes.size());
   }
-  end_work(tensor, State::memory);
+  become(tensor, State::memory);
   stats_.put_bytes += tensor.bytes;
   write_behind();
   return tensor.number;
 }
 
-std::span<std::byte> ActivationStash::hold(int64_t number) {
+void ActivationStash::take(int64_t number, std::span<std::byte> to) {
   Tensor& tensor = at(number);
+  if (std::ssize(to) != tensor.bytes) {
+    throw std::invalid_argument(
+        fmt::format("an activation has {} bytes, and {} are asked for", tensor.bytes, to.size()));
+  }
   taken_ = number;
-  ++tensor.holders;
+  ++tensor.readers;
+  dirty_.erase(number);
+  clean_.erase(number);
   try {
-    while (tensor.state != State::memory && tensor.state != State::writing) {
-      if (tensor.state == State::nvme) {
-        fetch(tensor);
-      } else {
-        core_.wait([&]() REQUIRES(engine_mutex) { return tensor.state != State::reading; },
-                   Cause::activations);
-      }
-    }
     core_.check();
+    bring(tensor);
   } catch (...) {
-    let_go(number);
+    --tensor.readers;
+    become(tensor, tensor.state);
+    settle(tensor);
     throw;
   }
-  read_ahead();
-  return {memory_.data() + tensor.place, static_cast<size_t>(tensor.bytes)};
+  // Other readers may copy at the same time; a write that ends meanwhile leaves it in the arena.
+  {
+    const Unlocked unlocked(core_.mutex());
+    std::ranges::copy(std::span(memory_.data() + tensor.place, to.size()), to.begin());
+  }
+  --tensor.readers;
+  become(tensor, tensor.state);
+  settle(tensor);
 }
 
-void ActivationStash::let_go(int64_t number) noexcept {
-  Tensor& tensor = at(number);
-  --tensor.holders;
-  settle(tensor);
+/// Returns when the bytes are in the arena. They stay there, since the tensor has a reader.
+void ActivationStash::bring(Tensor& tensor) {
+  while (tensor.state != State::memory && tensor.state != State::writing) {
+    if (tensor.state == State::nvme) {
+      fetch(tensor);
+    } else {
+      core_.wait([&]() REQUIRES(engine_mutex) { return tensor.state != State::reading; }, Cause::activations);
+    }
+  }
 }
 
 void ActivationStash::drop(int64_t number) noexcept {
@@ -85,13 +95,15 @@ void ActivationStash::drop(int64_t number) noexcept {
   settle(tensor);
 }
 
-/// Also ends a wait for room: what was let go may leave the arena.
+/// After any change of a tensor: it ends where it was dropped and nothing is under way with it. Also ends
+/// waits.
 void ActivationStash::settle(Tensor& tensor) noexcept {
-  if (tensor.holders > 0) return;
   ++changes_;
-  if (tensor.dropped && (tensor.state == State::memory || tensor.state == State::nvme)) {
+  const bool rests = tensor.state == State::memory || tensor.state == State::nvme;
+  if (tensor.dropped && tensor.readers == 0 && rests) {
     if (tensor.place >= 0) leave_arena(tensor);
     give_up(tensor.extent);
+    away_.erase(tensor.number);
     tensors_.erase(tensor.number);
   }
   read_ahead();
@@ -103,61 +115,98 @@ void ActivationStash::leave_arena(Tensor& tensor) noexcept {
     std::memset(memory_.data() + tensor.place, 0xFF, static_cast<size_t>(tensor.room));
   ranges_.release(tensor.place);
   tensor.place = -1;
-  tensor.state = State::nvme;
+  become(tensor, State::nvme);
+}
+
+/// The only place where states change, and the numbers that follow from them.
+void ActivationStash::become(Tensor& tensor, State state) {
+  if (tensor.state == State::writing) leaving_bytes_ -= tensor.room;
+  tensor.state = state;
+  if (state == State::writing) leaving_bytes_ += tensor.room;
+  for (std::set<int64_t>* numbers : {&dirty_, &clean_, &away_}) numbers->erase(tensor.number);
+  if (state == State::nvme) away_.insert(tensor.number);
+  if (state == State::memory && tensor.readers == 0)
+    (tensor.extent.empty() ? dirty_ : clean_).insert(tensor.number);
   ++changes_;
 }
 
-ActivationStash::Tensor* ActivationStash::oldest(bool clean) {
-  const auto found = std::ranges::find_if(tensors_, [&](const auto& entry) {
-    const Tensor& tensor = entry.second;
-    return tensor.state == State::memory && tensor.holders == 0 && tensor.extent.empty() != clean;
-  });
-  return found == tensors_.end() ? nullptr : &found->second;
-}
-
-/// A place in the arena. Nothing where it stays full of what is held.
-std::optional<int64_t> ActivationStash::make_room(int64_t bytes) {
-  if (bytes > memory_.bytes()) return std::nullopt;
+/// A place in the arena, of no more bytes than that has. Where nothing can leave it, something is being
+/// copied or moved, and then can.
+int64_t ActivationStash::make_room(int64_t bytes) {
   while (true) {
     core_.check();
-    if (const auto place = ranges_.allocate(bytes, RangeAllocator::End::low)) return place;
-    if (Tensor* clean = oldest(true)) {
-      leave_arena(*clean);
+    if (const auto place = ranges_.allocate(bytes, RangeAllocator::End::low)) return *place;
+    if (!clean_.empty()) {
+      leave_arena(first_of(clean_));
       continue;
     }
     const bool enough_leaves = leaving_bytes_ > 0 && ranges_.free_bytes() + leaving_bytes_ >= bytes;
-    if (Tensor* dirty = enough_leaves ? nullptr : oldest(false)) {
-      write_out(*dirty);
+    if (!dirty_.empty() && !enough_leaves) {
+      write_out(first_of(dirty_));
       continue;
     }
-    if (working_ == 0) return std::nullopt;
     const uint64_t before = changes_;
-    core_.wait([&]() REQUIRES(engine_mutex) { return changes_ != before; }, Cause::activations);
+    ++waiting_;  // what comes free is not for reading ahead
+    try {
+      core_.wait([&]() REQUIRES(engine_mutex) { return changes_ != before; }, Cause::activations);
+    } catch (...) {
+      --waiting_;
+      throw;
+    }
+    --waiting_;
   }
 }
 
 /// A full disk is not told yet: what was put is in the arena. make_room() tells of it when it has to.
 void ActivationStash::write_behind() {
   try {
-    while (ranges_.free_bytes() + leaving_bytes_ < memory_.bytes() / kFreePart) {
-      Tensor* next = oldest(false);
-      if (next == nullptr) return;
-      write_out(*next);
-    }
+    while (!dirty_.empty() && ranges_.free_bytes() + leaving_bytes_ < memory_.bytes() / kFreePart)
+      write_out(first_of(dirty_));
   } catch (const io::StoreError&) {
     return;
   }
 }
 
-/// How much forward saves is known when it does: room is reserved as it is needed, an arena's worth at a
-/// time.
+/// The store may have to lengthen its files for the extent, so it is asked without the mutex.
+void ActivationStash::write_out(Tensor& tensor) {
+  core_.check();
+  become(tensor, State::writing);
+  io::Extent extent;
+  try {
+    extent = allocate(tensor.room);
+    core_.check();  // after a failure no transfer may begin any more
+  } catch (...) {
+    give_up(extent);
+    become(tensor, State::memory);
+    settle(tensor);
+    throw;
+  }
+  if (tensor.dropped && tensor.readers == 0) {
+    give_up(extent);
+    become(tensor, State::memory);
+    return settle(tensor);
+  }
+  tensor.transfer.kind = io::Transfer::Kind::write;
+  tensor.transfer.priority = io::Transfer::Priority::write_behind;
+  tensor.transfer.extent = extent;
+  core_.store.submit(tensor.transfer);
+}
+
+/// How much forward saves is known when it does: room is reserved as it is needed, half as much again each
+/// time, since each reservation makes files.
 io::Extent ActivationStash::allocate(int64_t bytes) {
   extent_bytes_ += bytes;  // at once: others allocate while this one waits for the disk
   try {
     if (extent_bytes_ > room_bytes_) {
-      const int64_t more = std::max(extent_bytes_ - room_bytes_, memory_.bytes());
-      core_.store.reserve_more(more);
+      const int64_t more = std::max({extent_bytes_ - room_bytes_, memory_.bytes(),
+                                     room_bytes_ / 2 / io::kBlockBytes * io::kBlockBytes});
       room_bytes_ += more;
+      try {
+        core_.store.reserve_more(more);
+      } catch (...) {
+        room_bytes_ -= more;
+        throw;
+      }
     }
     return core_.store.allocate(bytes);
   } catch (...) {
@@ -171,49 +220,23 @@ void ActivationStash::give_up(io::Extent& extent) {
   if (core_.store.exists()) core_.store.give_up(extent);
 }
 
-void ActivationStash::write_out(Tensor& tensor) {
-  begin_work(tensor, State::writing);
-  io::Extent extent;
-  try {
-    extent = allocate(tensor.room);
-    if (!core_.failure.empty()) {  // no transfer may begin any more
-      give_up(extent);
-      core_.check();
-    }
-  } catch (...) {
-    end_work(tensor, State::memory);
-    settle(tensor);
-    throw;
-  }
-  tensor.transfer.kind = io::Transfer::Kind::write;
-  tensor.transfer.priority = io::Transfer::Priority::write_behind;
-  tensor.transfer.extent = extent;
-  core_.store.submit(tensor.transfer);
-}
-
-/// Of a tensor that is held and on NVMe alone.
+/// Of a tensor that is wanted, and on NVMe alone.
 void ActivationStash::fetch(Tensor& tensor) {
-  tensor.state = State::reading;  // so that no other holder begins it; nothing of it is on its way yet
-  std::optional<int64_t> place;
+  become(tensor, State::reading);  // so that no other reader begins it; it has no place yet
+  int64_t place = 0;
   try {
     place = make_room(tensor.room);
-    if (!place) {
-      throw BudgetError(fmt::format(
-          "backward needs {} bytes of an activation, and the {} bytes for activations are full of those that "
-          "are used: raise budget.activations",
-          tensor.bytes, memory_.bytes()));
-    }
   } catch (...) {
-    tensor.state = State::nvme;
+    become(tensor, State::nvme);
     core_.changed.notify_all();
     throw;
   }
   ++stats_.demand_reads;
-  read(tensor, *place, io::Transfer::Priority::demand);
+  read(tensor, place, io::Transfer::Priority::demand);
 }
 
 void ActivationStash::read(Tensor& tensor, int64_t place, io::Transfer::Priority priority) {
-  begin_work(tensor, State::reading);
+  become(tensor, State::reading);
   tensor.place = place;
   tensor.transfer.memory = memory_.data() + place;
   tensor.transfer.kind = io::Transfer::Kind::read;
@@ -224,29 +247,18 @@ void ActivationStash::read(Tensor& tensor, int64_t place, io::Transfer::Priority
 
 /// Of those before the one that backward took last, the newest first, into what is free.
 void ActivationStash::read_ahead() noexcept {
-  if (taken_ == 0 || !core_.failure.empty()) return;
-  for (auto next = tensors_.lower_bound(taken_); next != tensors_.begin();) {
-    Tensor& tensor = (--next)->second;
-    if (tensor.state != State::nvme || tensor.dropped) continue;
+  if (taken_ == 0 || waiting_ > 0 || !core_.failure.empty()) return;
+  while (true) {
+    const auto behind = away_.lower_bound(taken_);
+    if (behind == away_.begin()) return;
+    Tensor& tensor = at(*std::prev(behind));
     const auto place = ranges_.allocate(tensor.room, RangeAllocator::End::low);
     if (!place) return;
     read(tensor, *place, io::Transfer::Priority::prefetch);
   }
 }
 
-void ActivationStash::begin_work(Tensor& tensor, State state) {
-  ++working_;
-  tensor.state = state;
-  if (state == State::writing) leaving_bytes_ += tensor.room;
-}
-
-void ActivationStash::end_work(Tensor& tensor, State state) noexcept {
-  --working_;
-  if (tensor.state == State::writing) leaving_bytes_ -= tensor.room;
-  tensor.state = state;
-  ++changes_;
-}
-
+/// What was written while backward goes on stays: it is what backward wants next.
 void ActivationStash::on_transfer(io::Transfer& transfer) noexcept {
   Tensor& tensor = *static_cast<Tensor*>(transfer.context);
   ActivationStash& self = *tensor.owner;
@@ -257,10 +269,9 @@ void ActivationStash::on_transfer(io::Transfer& transfer) noexcept {
   const bool written = tensor.state == State::writing;
   (written ? self.stats_.written_bytes : self.stats_.read_bytes) += tensor.room;
   if (written) tensor.extent = transfer.extent;
-  self.end_work(tensor, State::memory);
-  if (written && tensor.holders == 0 && !tensor.dropped) self.leave_arena(tensor);
+  self.become(tensor, State::memory);
+  if (written && tensor.readers == 0 && self.taken_ == 0 && !tensor.dropped) self.leave_arena(tensor);
   self.settle(tensor);
-  core.changed.notify_all();
 }
 
 ActivationStash::Tensor& ActivationStash::at(int64_t number) {

@@ -22,16 +22,10 @@ Activation::~Activation() {
   machine_->activations.drop(number_);
 }
 
-ActivationHold Activation::hold() const {
+void Activation::read(std::span<std::byte> to) const {
   machine_->check_process();
   const MutexLock lock(machine_->core.mutex());
-  return {machine_, number_, machine_->activations.hold(number_)};
-}
-
-ActivationHold::~ActivationHold() {
-  if (machine_ == nullptr || !machine_->process.here()) return;
-  const MutexLock lock(machine_->core.mutex());
-  machine_->activations.let_go(number_);
+  machine_->activations.take(number_, to);
 }
 
 }  // namespace overspill::engine

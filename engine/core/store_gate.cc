@@ -53,13 +53,17 @@ bool StoreGate::poll() {
 }
 
 void StoreGate::reserve(int64_t bytes) {
-  int64_t total = 0;
-  {
-    const MutexLock guard(monitor_.mutex());
-    reserved_bytes_ = std::max(reserved_bytes_, bytes);
-    total = reserved_bytes_ + more_bytes_;
+  const MutexLock guard(monitor_.mutex());
+  const int64_t before = reserved_bytes_;
+  reserved_bytes_ = std::max(reserved_bytes_, bytes);
+  const int64_t total = reserved_bytes_ + more_bytes_;
+  try {
+    const Inside inside(*this);
+    store_->reserve(total);
+  } catch (...) {
+    reserved_bytes_ = before;
+    throw;
   }
-  store_->reserve(total);
 }
 
 void StoreGate::reserve_more(int64_t bytes) {

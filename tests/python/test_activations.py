@@ -192,6 +192,72 @@ def test_nothing_is_kept_without_gradients(keeps):
     assert engine.stats()["activations_kept_bytes"] == 0
 
 
+def test_gradients_of_gradients_need_no_larger_arena(keeps):
+    def penalty(model, x):
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x), x, create_graph=True)
+        slope.square().sum().backward()
+
+    x = torch.randn(256, 32, generator=torch.Generator().manual_seed(5))
+    plain = Saves(chain)
+    penalty(plain, x)
+    model = Saves(chain)
+    engine = keeps(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    penalty(engine, x)
+    assert engine.stats()["activations_written_bytes"] > ARENA
+    assert torch.equal(bits(model.linear.weight.grad), bits(plain.linear.weight.grad))
+
+
+def test_one_node_may_save_more_than_the_arena_has(keeps):
+    """Each of them fits; together, as backward needs them, they do not."""
+
+    def attends(x):
+        q, k, v = (x * factor for factor in (1.0, 0.5, 2.0))
+        return nn.functional.scaled_dot_product_attention(q[None, None], k[None, None], v[None, None]).sum()
+
+    model = Saves(attends)
+    torch.manual_seed(4)
+    x = torch.randn(256, 32)  # 32 KiB each
+    engine = keeps(model, arena=40 << 10, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    engine(x).backward()
+    plain = Saves(attends)
+    plain(x).backward()
+    assert torch.equal(bits(model.linear.weight.grad), bits(plain.linear.weight.grad))
+
+
+class EndsInPlace(torch.autograd.Function):
+    """Its backward writes into what it saved, and gives that as the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return x.cos_().mul_(gradient)
+
+
+def test_a_backward_that_writes_into_what_it_gets_changes_nothing_else(keeps):
+    def twice(x):
+        y = x + 1
+        return (EndsInPlace.apply(y) + y * y).sum()  # `y * y` saved the same storage
+
+    meant = gradient_of(lambda x: ((x + 1).sin() + (x + 1).square()).sum())
+    torch.testing.assert_close(gradient_of(twice, keeps), meant)
+
+
+def test_what_is_in_no_memory_of_the_cpu_is_left_alone(keeps):
+    def saves_meta(x):
+        empty = torch.empty(64, 64, device="meta", requires_grad=True)
+        kept.append((empty * empty).sum())
+        return x.square().sum()
+
+    kept = []
+    gradient_of(saves_meta, keeps)
+
+
 def test_a_graph_that_is_let_go_gives_its_bytes_back(keeps):
     engine = keeps(Saves(chain), placement="half")
     before = None

@@ -469,9 +469,13 @@ class Lease:
         """
 
 class Activation:
-    def hold(self) -> typing_extensions.CapsuleType:
+    def read(
+        self,
+        address: typing.SupportsInt | typing.SupportsIndex,
+        bytes: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None:
         """
-        Its bytes as a DLPack capsule: in memory until the last tensor made of it dies.
+        Fills memory of as many bytes; waits for them.
         """
 
 class CheckpointParameters:
