@@ -4,7 +4,7 @@ GPT models with random weights (bench/step/gpt.py), fp32, AdamW. Contenders, whi
 
     plain                     plain torch, all in memory
     plain_checkpointed        the same, each block computed anew in backward
-    kept                      the engine with weights and states in memory; activations stay with torch
+    in_torch                  the engine with weights and states in memory; activations stay with torch
     moved                     the same with budget.activations: beyond the arena they go to the disk
     moved_checkpointed        both: what checkpointing leaves goes to the disk
 
@@ -46,7 +46,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--arena", default="256MiB", help="budget.activations (default 256MiB)")
     parser.add_argument("--rounds", type=int, default=4, help="(default 4)")
     parser.add_argument("--steps", type=int, default=2, help="of a turn (default 2)")
-    parser.add_argument("--quick", action="store_true", help="a small model, one round: 1 minute")
+    parser.add_argument("--quick", action="store_true", help="a small model, one round; overrides the others")
     parser.add_argument(
         "--folder", type=Path, default=Path("results"), help="on the disk to measure; cleaned up"
     )
@@ -75,7 +75,7 @@ def main() -> int:
     jobs = {
         "plain": (shape, None),
         "plain_checkpointed": (again, None),
-        "kept": (shape, config(folder, None)),
+        "in_torch": (shape, config(folder, None)),
         "moved": (shape, config(folder, args.arena)),
         "moved_checkpointed": (again, config(folder, args.arena)),
     }
@@ -112,9 +112,9 @@ def main() -> int:
         result[f"{name}_seconds"] = statistics.median(seconds[name])
         result[f"{name}_grown_bytes"] = last[name]["grown_bytes"]
     for ours, theirs in (
-        ("kept", "plain"),
+        ("in_torch", "plain"),
         ("moved", "plain"),
-        ("moved", "kept"),
+        ("moved", "in_torch"),
         ("moved", "plain_checkpointed"),
         ("moved_checkpointed", "plain_checkpointed"),
     ):

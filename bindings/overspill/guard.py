@@ -102,6 +102,10 @@ METADATA_FUNCTIONS = (
 )  # these need no weights
 
 
+# Autograd saves a tensor of theirs before they write into it: its bytes are not yet those that backward wants.
+FILLS_WHAT_IT_SAVES = {torch.nn.functional.rrelu, torch.rrelu, torch.rrelu_}
+
+
 class TouchMode(TorchFunctionMode):
     """The safety net: a released parameter given to any torch function is acquired first (weights used
     outside their module)."""
@@ -112,6 +116,12 @@ class TouchMode(TorchFunctionMode):
     ) -> Any:
         if func not in METADATA_FUNCTIONS and (needed := collect(args, kwargs)):
             touch(units_of(needed))
+        if func in FILLS_WHAT_IT_SAVES:
+            here.stack.leaves = True
+            try:
+                return func(*args, **(kwargs or {}))
+            finally:
+                here.stack.leaves = False
         return func(*args, **kwargs) if kwargs else func(*args)
 
 

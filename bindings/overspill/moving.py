@@ -7,24 +7,39 @@ keeps the storage anew, and what was saved before has the bytes of before."""
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _core, heap
+from .config.values import LEAST_MOVED
 
-FROM = 64 << 10  # bytes; smaller ones are not worth a transfer
+FROM = LEAST_MOVED
+PARTS = 8  # a tensor is a part of its storage as large as one of so many, or the storage is not kept for it
 
 
 class Kept:
     """The bytes of one storage in the engine's keeping, as long as something refers to it."""
 
-    __slots__ = ("__weakref__", "activation", "bytes", "digest", "source")
+    __slots__ = ("__weakref__", "_copy", "activation", "bytes", "digest", "source")
 
     def __init__(self, activation: Any, source: StorageWeakRef, size: int, digest: int):
         self.activation, self.source, self.bytes, self.digest = activation, source, size, digest
+        self._copy: StorageWeakRef | None = None
+
+    def copy(self) -> torch.UntypedStorage:
+        """In torch's memory; one for all who have it at the same time, as what was saved is one storage."""
+        living = self._copy and torch.UntypedStorage._new_with_weak_ptr(self._copy.cdata)
+        if living is not None:
+            return living
+        storage = torch.UntypedStorage(self.bytes)
+        self.activation.read(storage.data_ptr(), self.bytes)
+        self._copy = StorageWeakRef(storage)
+        return storage
 
 
 class Moved:
@@ -37,11 +52,8 @@ class Moved:
         self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def tensor(self) -> torch.Tensor:
-        """The caller's own: whoever writes into it, as some backwards do, changes nothing for others."""
-        kept = self.kept
-        memory = torch.UntypedStorage(kept.bytes)
-        kept.activation.read(memory.data_ptr(), kept.bytes)
-        return torch.empty(0, dtype=self.dtype).set_(memory, self.offset, self.size, self.stride)
+        """A copy: whoever writes into it, as some backwards do, does not change what is kept."""
+        return torch.empty(0, dtype=self.dtype).set_(self.kept.copy(), self.offset, self.size, self.stride)
 
 
 class Moving:
@@ -49,6 +61,7 @@ class Moving:
 
     def __init__(self, core: Any, most: int, freed: heap.Freed):
         self.core, self.most, self.freed = core, most, freed
+        self._told = False
         self._kept: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()  # by storage
 
     def keep(self, tensor: torch.Tensor) -> Moved | None:
@@ -56,11 +69,14 @@ class Moving:
         arena, a parameter that no engine has, or not in the CPU's memory."""
         storage = tensor.untyped_storage()
         size = storage.nbytes()
-        if not FROM <= size <= self.most or 2 * tensor.numel() * tensor.itemsize < size:
+        if size < FROM or PARTS * tensor.numel() * tensor.itemsize < size:
             return None
         if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg() or storage.data_ptr() == 0:
             return None
-        if tensor.is_leaf and tensor.requires_grad:
+        if isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
+            return None
+        if size > self.most:
+            self._tell_of(size)
             return None
         # A weak reference keeps the address: no other storage can have it.
         kept = self._kept.get(storage._cdata)
@@ -72,3 +88,13 @@ class Moving:
             self._kept[storage._cdata] = kept = Kept(activation, StorageWeakRef(storage), size, digest)
             self.freed.add(size)
         return Moved(kept, tensor)
+
+    def _tell_of(self, size: int) -> None:
+        if self._told:
+            return
+        self._told = True
+        warnings.warn(
+            f"overspill: a tensor of {size} bytes that autograd saves stays in torch's memory, as all that are larger "
+            f"than budget.activations, which is {self.most}: give more to have them moved",
+            stacklevel=2,
+        )

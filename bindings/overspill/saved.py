@@ -117,7 +117,7 @@ def _moving() -> Moving | None:
     """Of the engine whose module is under way: it keeps activations, or None."""
     under_way = calls.here.stack.calls
     owner = under_way[-1].owner if under_way else None
-    if owner is None or owner.moving is None or owner.closed:
+    if owner is None or owner.moving is None or owner.closed or calls.here.stack.leaves:
         return None
     # A call that was broken off is listed still.
     return owner.moving if under_way[-1].is_on(sys._getframe()) else None

@@ -44,6 +44,7 @@ std::optional<int64_t> ActivationStash::put(std::span<const std::byte> bytes) {
     std::memset(tensor.transfer.memory + bytes.size(), 0, static_cast<size_t>(room) - bytes.size());
   }
   become(tensor, State::memory);
+  core_.changed.notify_all();  // it can make way now
   stats_.put_bytes += tensor.bytes;
   write_behind();
   return tensor.number;
@@ -192,20 +193,14 @@ void ActivationStash::write_out(Tensor& tensor) {
   core_.store.submit(tensor.transfer);
 }
 
-/// How much forward saves is known when it does: room is reserved as it is needed, half as much again each
-/// time, since each reservation makes files.
 io::Extent ActivationStash::allocate(int64_t bytes) {
   extent_bytes_ += bytes;  // at once: others allocate while this one waits for the disk
   try {
-    if (extent_bytes_ > room_bytes_) {
-      const int64_t more = std::max({extent_bytes_ - room_bytes_, memory_.bytes(),
-                                     room_bytes_ / 2 / io::kBlockBytes * io::kBlockBytes});
-      room_bytes_ += more;
-      try {
-        core_.store.reserve_more(more);
-      } catch (...) {
-        room_bytes_ -= more;
-        throw;
+    while (extent_bytes_ > room_bytes_) {
+      if (growing_) {
+        core_.wait([&]() REQUIRES(engine_mutex) { return !growing_; }, Cause::activations);
+      } else {
+        grow();
       }
     }
     return core_.store.allocate(bytes);
@@ -213,6 +208,31 @@ io::Extent ActivationStash::allocate(int64_t bytes) {
     extent_bytes_ -= bytes;
     throw;
   }
+}
+
+/// How much forward saves is known when it does: room is reserved as it is needed, half as much again each
+/// time, since each reservation makes files; on a disk that has less, what is needed.
+void ActivationStash::grow() {
+  const int64_t least = extent_bytes_ - room_bytes_;
+  const int64_t half = room_bytes_ / 2 / io::kBlockBytes * io::kBlockBytes;
+  growing_ = true;
+  try {
+    int64_t more = std::max({least, memory_.bytes(), half});
+    try {
+      core_.store.reserve_more(more);
+    } catch (const io::StoreError&) {
+      if (more == least) throw;
+      more = least;
+      core_.store.reserve_more(more);
+    }
+    room_bytes_ += more;
+  } catch (...) {
+    growing_ = false;
+    core_.changed.notify_all();
+    throw;
+  }
+  growing_ = false;
+  core_.changed.notify_all();
 }
 
 void ActivationStash::give_up(io::Extent& extent) {

@@ -69,6 +69,7 @@ class ActivationStash {
   void write_behind() MAY_RELEASE(engine_mutex);
   void write_out(Tensor& tensor) MAY_RELEASE(engine_mutex);
   io::Extent allocate(int64_t bytes) MAY_RELEASE(engine_mutex);
+  void grow() MAY_RELEASE(engine_mutex);
   void give_up(io::Extent& extent) REQUIRES(engine_mutex);
   void bring(Tensor& tensor) MAY_RELEASE(engine_mutex);
   void fetch(Tensor& tensor) MAY_RELEASE(engine_mutex);
@@ -95,6 +96,7 @@ class ActivationStash {
   int64_t leaving_bytes_ GUARDED_BY(engine_mutex) = 0;  // of the arena, that are being written out
   int64_t extent_bytes_ GUARDED_BY(engine_mutex) = 0;   // of the store, that tensors have
   int64_t room_bytes_ GUARDED_BY(engine_mutex) = 0;     // of the store, that is reserved for them
+  bool growing_ GUARDED_BY(engine_mutex) = false;       // somebody reserves more
   int64_t waiting_ GUARDED_BY(engine_mutex) = 0;        // callers who wait for room
   uint64_t changes_ GUARDED_BY(engine_mutex) = 0;       // of anything that may give room
   ActivationStats stats_ GUARDED_BY(engine_mutex);

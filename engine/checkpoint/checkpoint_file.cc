@@ -70,12 +70,7 @@ int64_t CheckpointFile::bytes() const {
 }
 
 void CheckpointFile::preallocate(int64_t bytes) const {
-  int failed = 0;
-  do {
-    failed = bytes > 0 && ::fallocate(file_, 0, 0, bytes) != 0 ? errno : 0;
-  } while (failed == EINTR);
-  if (failed == ENOSPC || failed == EDQUOT || failed == EFBIG)
-    fail(path_, fmt::format("{} bytes cannot be reserved", bytes).c_str(), failed, kMakeRoom);
+  if (bytes > 0) static_cast<void>(::fallocate(file_, 0, 0, bytes));
 }
 
 void CheckpointFile::drop_cached() const {

@@ -30,8 +30,8 @@ class CheckpointFile {
   /// Asks the kernel to drop the file's cached pages that are on the disk, so that the next read comes from
   /// the disk. A file system may ignore this.
   /// Reserves the disk's blocks for a file of so many bytes and gives it that length: writes by several
-  /// threads then need no exclusive lock of the file. Where the file system cannot, nothing happens. Throws
-  /// CheckpointError where the disk has no room.
+  /// threads then need no exclusive lock of the file. Where the file system refuses, for want of room too,
+  /// nothing happens: the writes find out.
   void preallocate(int64_t bytes) const;
   void drop_cached() const;
   /// What is read and written from now on goes past the page cache (O_DIRECT), where the file system can:

@@ -116,7 +116,7 @@ class RunWriter {
     for (int64_t at = run.begin; at < run.end; at += kMergeBytes)
       bytes += write_pages(at, std::min(kMergeBytes, run.end - at));
     turned_ = nullptr;
-    whole_ = {};
+    std::vector<std::byte>().swap(whole_);
     return bytes;
   }
 
@@ -164,7 +164,7 @@ class RunWriter {
   /// All of a tensor, row-major.
   std::span<const std::byte> whole(const MergedTensor& tensor) {
     if (turned_ == &tensor) return whole_;
-    whole_ = {};  // before the next one takes memory
+    std::vector<std::byte>().swap(whole_);  // before the next one takes memory
     whole_.resize(static_cast<size_t>(tensor.bytes));
     RowMajor order(tensor.segment->shape, tensor.segment->strides);
     const int64_t width = dtype_bytes(tensor.dtype);

@@ -31,7 +31,7 @@ from .optimizers import (
     RMSprop,
 )
 from .section import ConfigError, NotSupportedHere, Section, explained
-from .values import Bytes, Float, Int, each_once, folder, no_truth_value, parse_size
+from .values import LEAST_MOVED, Bytes, Float, Int, each_once, folder, no_truth_value, parse_size
 
 __all__ = (
     "SGD",
@@ -73,16 +73,18 @@ class Budget(Section):
     """Bytes that each tier may use."""
 
     host: Bytes = Field(default_factory=_measured)
-    """Host memory of this rank: what the engine holds there. Activations and torch's own memory come on top. Where it
-    is missing: half of what is free when the configuration is read, divided by the ranks on this machine."""
+    """Host memory of this rank: what the engine holds there, the arena of `activations` included. Other activations and
+    torch's own memory come on top. Where it is missing: half of what is free when the configuration is read, divided by
+    the ranks on this machine."""
     device: Bytes | None = None
     """Memory of a GPU: for gathered weights, then for units that live there. The rest is the model's, for activations.
     null: half of what is free when the engine starts."""
     nvme: Annotated[list[Annotated[str, AfterValidator(folder)]], AfterValidator(each_once)] = []  # noqa: RUF012  # pydantic copies it
     """Folders on fast disks, one a disk. An empty list keeps everything in host memory."""
     activations: Bytes | None = None
-    """So much of `host` holds what autograd saves in forward for backward, and what does not fit there goes on to
-    `nvme`; the results are the same to the bit (docs/activations.md). null: it stays where the model computes."""
+    """The part of `host`, of each rank, that holds what autograd saves in forward; what does not fit goes to `nvme`,
+    and gradients are the same to the bit (docs/activations.md). Not on a GPU. null: it stays where the model
+    computes."""
     endurance_tbw: Float | None = Field(None, ge=0)
     """Terabytes that each of their drives is rated to be written, from its data sheet. Only reports use it. null: what
     the drive tells."""
@@ -271,8 +273,8 @@ class Config(Section):
                 "config: engine.placement = 'device' and the model computes on the host, where there is no device's "
                 "memory: name a GPU (engine.device, --device), or another placement"
             )
-        if flat.activations_bytes:
-            self._check_activations(flat.device)
+        if self.budget.activations is not None:
+            self._check_activations(self.budget.activations, flat.device)
         # Containers count processes by themselves: two on one disk may both be process 1.
         flat.job = self.engine.job or f"{os.getpid()}-{next(_engines)}-{secrets.token_hex(4)}"
         if rank is not None:
@@ -281,16 +283,23 @@ class Config(Section):
             flat.job += f"-part{part}"
         return flat
 
-    def _check_activations(self, device: str) -> None:
+    def _check_activations(self, size: int, device: str) -> None:
+        wanted = f"config: budget.activations = {size}"
         if device != "host":
             raise NotSupportedHere(
-                f"config: budget.activations: not supported: activations of {device}; leave it out and use "
+                f"{wanted}: not supported: the model computes on {device}, and activations move only from the CPU's "
+                'memory: compute there (engine.device = "host"), or leave the key out and use '
                 "torch.autograd.graph.save_on_cpu or gradient checkpointing"
             )
         if not self.budget.nvme:
             raise ConfigError(
-                "config: budget.activations needs disks, where they go on (budget.nvme, --nvme); without disks leave "
-                "it out: activations then stay in memory"
+                f"{wanted}: what does not fit there goes to disk, and no disk is given: name a folder (budget.nvme, "
+                "--nvme), or leave the key out: activations then stay in memory"
+            )
+        if size < LEAST_MOVED:
+            raise ConfigError(
+                f"{wanted}: no tensor fits, since those under {LEAST_MOVED} bytes are not moved: give at least the "
+                'largest tensor that forward saves, "1GiB" for instance, or null to leave activations in memory'
             )
 
     def _planned_device(self) -> str:

@@ -36,6 +36,7 @@ def parse_size(value: Any) -> int:
 
 
 # A number of bytes, or a text such as "600MiB".
+LEAST_MOVED = 64 << 10  # bytes of an activation; smaller ones are not worth a transfer
 Bytes = Annotated[int, BeforeValidator(parse_size, json_schema_input_type=int | str)]
 
 
