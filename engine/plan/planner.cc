@@ -298,7 +298,8 @@ class Planner {
       throw BudgetError("this placement needs NVMe: give a folder for it (budget.nvme, --nvme)");
     }
     if (plan_.activations_host_bytes > 0 && config_.nvme.empty())
-      throw BudgetError("budget.activations: what does not fit there goes to disk: give a folder for it (budget.nvme)");
+      throw BudgetError(
+          "budget.activations: what does not fit there goes to disk: give a folder for it (budget.nvme)");
     if (fits()) return;
     const char* way_out = config_.nvme.empty() ? " or give a folder on NVMe (budget.nvme, --nvme)" : "";
     Config all = config_;
