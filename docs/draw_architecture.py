@@ -60,10 +60,10 @@ def draw_folders() -> None:
     rooms = [
         [("calls/", "the calls, the step"), ("ranks/", "rounds of the ranks"), ("gradients/", "their sums, routes"),
          ("states/", "ring, order, updates"), ("checkpoint/", "manifest, keeper")],
-        [("weights/", "gather, trace"), ("device/", "what lives on a GPU"), ("core/", "monitor, states, store"),
-         ("plan/", "what lives where"), ("telemetry/", "journal, report")],
-        [("collectives/", "communicators"), ("partition/", "units, chunks"), ("memory/", "budgets, arenas"),
-         ("base/", "values of the calls")],
+        [("activations/", "what autograd saves"), ("weights/", "gather, trace"), ("device/", "what lives on a GPU"),
+         ("core/", "monitor, states, store"), ("plan/", "what lives where")],
+        [("telemetry/", "journal, report"), ("collectives/", "communicators"), ("partition/", "units, chunks"),
+         ("memory/", "budgets, arenas"), ("base/", "values of the calls")],
     ]  # fmt: skip
     for row, names in enumerate(rooms):
         for i, (name, what) in enumerate(names):
