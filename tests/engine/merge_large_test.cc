@@ -144,7 +144,8 @@ TEST(MergeMemory, IsFarLessThanATensor) {
       merge_checkpoint(checkpoint.path(), out.path() / "model", {.dtype = "bf16"}, nullptr, nullptr);
   EXPECT_EQ(result.bytes, kElements * 2);
   if (!kWatched) {
-    EXPECT_LT(peak_bytes() - before, int64_t{64} << 20);  // a sanitizer's own memory is more
+    // Sixteen threads, each with 2 MiB that it reads and 2 MiB that it writes. A sanitizer takes more itself.
+    EXPECT_LT(peak_bytes() - before, int64_t{96} << 20);
   }
 }
 
