@@ -8,11 +8,13 @@
 // Threads. These methods may be called from any thread at any time, also at the same time:
 //   acquire() and everything of a Lease, its end included; keep_activation() and everything of an Activation;
 //   begin_pass(), begin_backward(), add_gradient(), has_gradient(), generation(), resident_now(),
-//   expect_step(); save_progress(), hurry_save(), device(), layout(), plan(), stats(), report(),
-//   report_inside(), figures(), predict(), predict_budgets(), record_journal(), take_journal(),
-//   take_device_spans().
+//   expect_step();
+//
+//   save_progress(), hurry_save(), device(), layout(), plan(), stats(), report(), report_inside(), figures(),
+//   predict(), predict_budgets(), record_journal(), take_journal(), take_device_spans().
+//
 // All others change or read weights, states or gradients as a whole. The caller calls them one at a time,
-// from any thread, and calls none of the methods in the first two lines above while one of them runs; those
+// from any thread, and calls none of the methods up to expect_step() above while one of them runs; those
 // from device() on may be called even then. The engine adds gradients in the order of the calls: where
 // several threads add gradients of one segment, their order decides the last bit of the sum.
 //

@@ -75,12 +75,13 @@ class Saves(nn.Module):
         return self.work(self.linear(x))
 
 
-def gradient_of(work, keeps=None, passes=1):
+def gradient_of(work, keeps=None, passes=1, rows=256, arena=ARENA):
     """Of the layer's weight; of an engine that keeps activations, where `keeps` makes one."""
     model = Saves(work)
-    engine = None if keeps is None else keeps(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = None if keeps is None else keeps(model, arena=arena, optimizer=optimizer)
     torch.manual_seed(4)
-    loss = (engine or model)(torch.randn(256, 32))
+    loss = (engine or model)(torch.randn(rows, 32))
     for left in reversed(range(passes)):
         loss.backward(retain_graph=left > 0)
     if engine is None:
@@ -186,9 +187,7 @@ def test_a_fused_projection_is_kept_once_and_moved(keeps):
     assert engine.stats()["activations_kept_bytes"] >= 256 * 96 * 4 + 256 * 32 * 4
     assert engine.stats()["activations_kept_bytes"] < 3 * 256 * 96 * 4
     loss.backward()
-    plain = Saves(attends)
-    plain(x).backward()
-    assert torch.equal(bits(model.linear.weight.grad), bits(plain.linear.weight.grad))
+    assert torch.equal(bits(model.linear.weight.grad), bits(gradient_of(attends)))
 
 
 def test_what_is_larger_than_the_arena_stays_and_is_told_of_once(keeps):
@@ -255,14 +254,9 @@ def test_one_node_may_save_more_than_the_arena_has(keeps):
         q, k, v = (x * factor for factor in (1.0, 0.5, 2.0))
         return nn.functional.scaled_dot_product_attention(q[None, None], k[None, None], v[None, None]).sum()
 
-    model = Saves(attends)
-    torch.manual_seed(4)
-    x = torch.randn(512, 32)  # 64 KiB each
-    engine = keeps(model, arena=64 << 10, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
-    engine(x).backward()
-    plain = Saves(attends)
-    plain(x).backward()
-    assert torch.equal(bits(model.linear.weight.grad), bits(plain.linear.weight.grad))
+    rows = 512  # 64 KiB each
+    kept = gradient_of(attends, keeps, rows=rows, arena=64 << 10)
+    assert torch.equal(bits(kept), bits(gradient_of(attends, rows=rows)))
 
 
 class EndsInPlace(torch.autograd.Function):
