@@ -54,6 +54,10 @@ UniqueFd open_checkpoint(const std::filesystem::path& path) {
   return UniqueFd(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
 }
 
+UniqueFd open_no_link(const std::filesystem::path& path) {
+  return UniqueFd(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+}
+
 /// The name that the folder of a save will have: "<folder>.partial", or a rank's folder in it, while it is
 /// filled.
 std::filesystem::path final_name(std::filesystem::path folder) {
@@ -85,13 +89,34 @@ std::filesystem::path name_of(const std::filesystem::path& checkpoint, std::stri
   return checkpoint / fmt::format("{}{}{}", kPartPrefix, id, kPartSuffix);
 }
 
+bool has_only_its_id(int folder) {
+  return std::ranges::all_of(names_in(folder, ""), [](const std::string& name) {
+    return name == "." || name == ".." || name == kIdFile;
+  });
+}
+
+bool has_made_name(const PartFolder& part) {
+  const std::string name = part.path.filename();
+  return between(name, kFolderPrefix, kFolderSuffix) == part.id;
+}
+
 /// The part's folder, held by a descriptor; empty where the path has something else.
 UniqueFd open_part(const PartFolder& part) {
-  UniqueFd folder(::open(part.path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  UniqueFd folder = open_no_link(part.path);
   if (!folder) return {};
   const std::vector<std::string> lines = lines_of(folder.get(), kIdFile);
   if (lines.empty() || lines[0] != part.id) return {};
   return folder;
+}
+
+/// The part, or what a crash left of it while it was made or removed: a folder under the name that make_part
+/// gave it, with nothing in it but an id that was never written whole.
+UniqueFd open_to_remove(const PartFolder& part) {
+  if (UniqueFd whole = open_part(part)) return whole;
+  UniqueFd left = open_no_link(part.path);
+  const bool is_remnant =
+      left && has_made_name(part) && has_only_its_id(left.get()) && lines_of(left.get(), kIdFile).empty();
+  return is_remnant ? std::move(left) : UniqueFd();
 }
 
 bool same_folder(const std::filesystem::path& one, const std::filesystem::path& other) {
@@ -182,15 +207,13 @@ std::vector<std::filesystem::path> remove_parts(const std::filesystem::path& che
                                                 bool (*is_ours)(std::string_view name)) {
   std::vector<std::filesystem::path> stay;
   for (const PartFolder& part : parts_of(checkpoint)) {
-    const UniqueFd folder = open_part(part);
+    const UniqueFd folder = open_to_remove(part);
     if (!folder || is_of_another(checkpoint, part, folder.get())) continue;  // or removed already
     for (const std::string& name : names_in(folder.get(), "")) {
       if (is_ours(name)) ::unlinkat(folder.get(), name.c_str(), 0);
     }
     // The id goes last: what is left at any instant can be removed again.
-    const std::vector<std::string> left = names_in(folder.get(), "");
-    const bool empty = std::ranges::all_of(
-        left, [](const std::string& name) { return name == "." || name == ".." || name == kIdFile; });
+    const bool empty = has_only_its_id(folder.get());
     if (empty) ::unlinkat(folder.get(), kIdFile, 0);
     if (!empty || ::rmdir(part.path.c_str()) != 0) stay.push_back(part.path);
   }
@@ -206,6 +229,14 @@ std::vector<std::string> orphans(const std::filesystem::path& base) {
     const UniqueFd part = is_id(id) ? open_folder(folder.get(), name) : UniqueFd();
     if (!part) continue;
     const std::vector<std::string> lines = lines_of(part.get(), kIdFile);
+    if (lines.empty() && has_only_its_id(part.get())) {
+      found.push_back(
+          fmt::format("{} is empty: a crash while a checkpoint was saved or removed has left it. The next "
+                      "save under that "
+                      "checkpoint's name removes it; or remove it yourself while no save is under way",
+                      (base / name).string()));
+      continue;
+    }
     if (lines.size() < 2 || lines[0] != id) {
       found.push_back(fmt::format(
           "{} was a part of a checkpoint, and a crash while that was saved or removed has left it "

@@ -153,10 +153,11 @@ TEST_F(SharedCheckpoint, WithoutItsPartIsRefusedByName) {
   EXPECT_NE(refusal().find(part.path.string()), std::string::npos) << refusal();
   EXPECT_NE(refusal().find("part-" + part.id + ".txt"), std::string::npos) << refusal();
   fs::create_directory(part.path);  // another folder of that name is no part
+  std::ofstream(part.path / "notes.txt") << "of somebody else";
   EXPECT_NE(refusal(), "loaded");
   engine::remove_save(here_ / "both");
   EXPECT_TRUE(fs::exists(there_ / "elsewhere")) << "what is not where the checkpoint says is not removed";
-  EXPECT_TRUE(fs::exists(part.path));
+  EXPECT_TRUE(fs::exists(part.path / "notes.txt"));
 }
 
 TEST_F(SharedCheckpoint, WhoseDiskIsMountedElsewhereOpensWhenItSaysSo) {
