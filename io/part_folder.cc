@@ -18,6 +18,7 @@ namespace overspill::io {
 namespace {
 
 constexpr const char* kIdFile = "overspill-part.txt";
+constexpr const char* kUnfinishedIdFile = "overspill-part.txt.tmp";
 constexpr std::string_view kFolderPrefix = "checkpoint-", kFolderSuffix = ".overspill";
 constexpr size_t kIdDigits = 16;
 constexpr size_t kTextMax = 8192;
@@ -89,9 +90,12 @@ std::filesystem::path name_of(const std::filesystem::path& checkpoint, std::stri
   return checkpoint / fmt::format("{}{}{}", kPartPrefix, id, kPartSuffix);
 }
 
-bool has_only_its_id(int folder) {
-  return std::ranges::all_of(names_in(folder, ""), [](const std::string& name) {
-    return name == "." || name == ".." || name == kIdFile;
+/// Whether the folder can be listed, and has no other names.
+bool has_only(int folder, std::string_view allowed) {
+  const std::vector<std::string> names =
+      names_in(folder, "");  // at least "." and ".." where it can be listed
+  return !names.empty() && std::ranges::all_of(names, [&](const std::string& name) {
+    return name == "." || name == ".." || name == allowed;
   });
 }
 
@@ -109,14 +113,17 @@ UniqueFd open_part(const PartFolder& part) {
   return folder;
 }
 
-/// The part, or what a crash left of it while it was made or removed: a folder under the name that make_part
-/// gave it, with nothing in it but an id that was never written whole.
-UniqueFd open_to_remove(const PartFolder& part) {
-  if (UniqueFd whole = open_part(part)) return whole;
-  UniqueFd left = open_no_link(part.path);
-  const bool is_remnant =
-      left && has_made_name(part) && has_only_its_id(left.get()) && lines_of(left.get(), kIdFile).empty();
-  return is_remnant ? std::move(left) : UniqueFd();
+/// Whether a crash can have left the folder while it was made or removed: it has the name that make_part gave
+/// it, no id, and nothing else.
+bool is_remnant(const PartFolder& part, int folder) {
+  return has_made_name(part) && has_only(folder, kUnfinishedIdFile);
+}
+
+void remove_remnant(const PartFolder& part) {
+  const UniqueFd folder = open_no_link(part.path);
+  if (!folder || !is_remnant(part, folder.get())) return;
+  ::unlinkat(folder.get(), kUnfinishedIdFile, 0);
+  ::rmdir(part.path.c_str());  // which leaves a folder that has got its id meanwhile
 }
 
 bool same_folder(const std::filesystem::path& one, const std::filesystem::path& other) {
@@ -133,6 +140,15 @@ bool is_of_another(const std::filesystem::path& checkpoint, const PartFolder& pa
   return same_folder(part_path(lines[1], part.id), part.path);
 }
 
+/// Whether the folder of a save that is under way, or was cut off, names the part, or a rank's folder in it.
+bool is_in_a_save(const std::filesystem::path& partial, const PartFolder& part) {
+  if (same_folder(part_path(partial, part.id), part.path)) return true;
+  const UniqueFd folder = open_checkpoint(partial);
+  return folder && std::ranges::any_of(names_in(folder.get(), "rank"), [&](const std::string& rank) {
+           return same_folder(part_path(partial / rank, part.id), part.path);
+         });
+}
+
 }  // namespace
 
 PartFolder make_part(const std::filesystem::path& checkpoint, const std::filesystem::path& base) {
@@ -146,7 +162,10 @@ PartFolder make_part(const std::filesystem::path& checkpoint, const std::filesys
     throw error;
   }
   try {
-    write_durably(part.path / kIdFile, text_of_part(id, final_name(checkpoint)));
+    // By its name it has all of the id, or none: a part is told from what a crash left of one.
+    write_durably(part.path / kUnfinishedIdFile, text_of_part(id, final_name(checkpoint)));
+    if (::rename((part.path / kUnfinishedIdFile).c_str(), (part.path / kIdFile).c_str()) != 0)
+      throw system_error(Operation::write, part.path / kIdFile);
     sync_folder(base);
   } catch (...) {
     unmake_part(checkpoint, part);
@@ -207,13 +226,17 @@ std::vector<std::filesystem::path> remove_parts(const std::filesystem::path& che
                                                 bool (*is_ours)(std::string_view name)) {
   std::vector<std::filesystem::path> stay;
   for (const PartFolder& part : parts_of(checkpoint)) {
-    const UniqueFd folder = open_to_remove(part);
-    if (!folder || is_of_another(checkpoint, part, folder.get())) continue;  // or removed already
+    const UniqueFd folder = open_part(part);
+    if (!folder) {  // removed already, by a removal that was cut off, or another's
+      remove_remnant(part);
+      continue;
+    }
+    if (is_of_another(checkpoint, part, folder.get())) continue;
     for (const std::string& name : names_in(folder.get(), "")) {
       if (is_ours(name)) ::unlinkat(folder.get(), name.c_str(), 0);
     }
     // The id goes last: what is left at any instant can be removed again.
-    const bool empty = has_only_its_id(folder.get());
+    const bool empty = has_only(folder.get(), kIdFile);
     if (empty) ::unlinkat(folder.get(), kIdFile, 0);
     if (!empty || ::rmdir(part.path.c_str()) != 0) stay.push_back(part.path);
   }
@@ -229,11 +252,10 @@ std::vector<std::string> orphans(const std::filesystem::path& base) {
     const UniqueFd part = is_id(id) ? open_folder(folder.get(), name) : UniqueFd();
     if (!part) continue;
     const std::vector<std::string> lines = lines_of(part.get(), kIdFile);
-    if (lines.empty() && has_only_its_id(part.get())) {
+    if (is_remnant({std::string(id), base / name}, part.get())) {
       found.push_back(
-          fmt::format("{} is empty: a crash while a checkpoint was saved or removed has left it. The next "
-                      "save under that "
-                      "checkpoint's name removes it; or remove it yourself while no save is under way",
+          fmt::format("{} has no data of a checkpoint: a save or a removal made or emptied it, and has not "
+                      "finished. If none is under way, remove the folder",
                       (base / name).string()));
       continue;
     }
@@ -246,7 +268,7 @@ std::vector<std::string> orphans(const std::filesystem::path& base) {
       continue;
     }
     if (same_folder(part_path(lines[1], id), base / name)) continue;
-    if (same_folder(part_path(lines[1] + ".partial", id), base / name)) continue;  // it is being saved
+    if (is_in_a_save(lines[1] + ".partial", {std::string(id), base / name})) continue;
     found.push_back(
         fmt::format("{} is a part of the checkpoint {}, which is not there. It takes room until it is "
                     "removed; if that checkpoint was moved, leave it",

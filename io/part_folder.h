@@ -35,10 +35,9 @@ bool is_part(const PartFolder& part);
 /// Writes into each part that it belongs to the checkpoint at this path.
 void note_owner(const std::filesystem::path& checkpoint) noexcept;
 
-/// Removes the parts: files that `is_ours` accepts, then the folder; also one that a crash left without its
-/// id, before it was whole or after all else in it was removed. Leaves a part that another checkpoint
-/// has, too: one that says that it is that one's, or a copy by hard links. Returns those that could not be
-/// removed.
+/// Removes the parts: files that `is_ours` accepts, then the folder; also one that a crash left empty, before
+/// it had its id or after all else in it was removed. Leaves a part that another checkpoint has, too: one
+/// that says that it is that one's, or a copy by hard links. Returns those that could not be removed.
 std::vector<std::filesystem::path> remove_parts(const std::filesystem::path& checkpoint,
                                                 bool (*is_ours)(std::string_view name));
 

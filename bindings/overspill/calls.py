@@ -89,14 +89,16 @@ class Stack:
     dropped when the work ends, since a frame keeps alive all that it and its callers refer to. `alone`: the frame of
     the outermost `Alone`, which outlasts the calls inside. `remove_modes`: removes all or some of the modes that were
     set for these calls; None: none were. `exempt`: the thread takes turns with others. `refuses`: name and frame of the
-    call in the middle of which no engine works (`NothingElse`). `leaves`: what autograd saves now stays with torch."""
+    call in the middle of which no engine works (`NothingElse`). `leaves`: what autograd saves now stays with torch.
+    `saves`: of a block that is computed again, the tensors that autograd saves, and their versions."""
 
-    __slots__ = ("alone", "calls", "claimed", "exempt", "ident", "leaves", "refuses", "remove_modes")
+    __slots__ = ("alone", "calls", "claimed", "exempt", "ident", "leaves", "refuses", "remove_modes", "saves")
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.ident, self.exempt = threading.get_ident(), False
         self.leaves = False
+        self.saves: list[tuple[torch.Tensor, int]] | None = None
         self.claimed: FrameType | None = None
         self.alone: FrameType | None = None
         self.refuses: tuple[str, FrameType] | None = None

@@ -33,6 +33,7 @@ from . import (
     place,
     ranks,
     reading,
+    recompute,
     saved,
     saving_behind,
     transformed,
@@ -99,6 +100,7 @@ class Engine(Stepping, Figures, Saving):
         groups = [each for each, _ in taken]
         self._place = place.find(config.engine.device, config.budget.device)
         self._place.make_room()
+        recomputed = recompute.blocks_of(model) if config.engine.recompute != "none" else {}
         specs = handover.units(model, config, self._place, groups)
         units = handover.core_units(model, config, specs, groups, counted_elsewhere)
         settings = handover.core_settings(config, self._place, groups, (group, model_group))
@@ -126,7 +128,7 @@ class Engine(Stepping, Figures, Saving):
             patches.install(self._residency)
             self._life = Life()
             weakref.finalize(self._life, end.collected)
-            self._take_model(source, values, specs)
+            self._take_model(source, values, specs, recomputed)
             self._make_optimizers(taken, isinstance(optimizer, (list, tuple)), made)
             for name, gradient in gradients.items():
                 model.get_parameter(name).grad = gradient
@@ -138,7 +140,7 @@ class Engine(Stepping, Figures, Saving):
             end.give_up(error)
             raise
 
-    def _take_model(self, source: Any, values: Any, specs: Any) -> None:
+    def _take_model(self, source: Any, values: Any, specs: Any, recomputed: dict[nn.Module, str]) -> None:
         """Weights become the engine's, buffers move to where it computes, and the model gets its hooks. `source`: the
         checkpoint, or None; `values`: where the weights come from without one (init.materialise)."""
         divided = self.world_size > 1 and self._settings.zero_optimization.stage > 0
@@ -147,7 +149,8 @@ class Engine(Stepping, Figures, Saving):
         if source is not None:
             source.read_buffers(self.module)
         handover.place_rest(self.module, self._place)
-        hooks.attach(self.module, self._residency, specs, self._life)
+        hooks.attach(self.module, self._residency, specs, self._life, recomputed)
+        recompute.plan(self.module, self._residency, self._settings.engine.recompute)
 
     def _make_optimizers(
         self, taken: Sequence[tuple[Groups, Any]], several: bool, made: list[OverspillOptimizer]

@@ -70,5 +70,6 @@ class Figures:
 
     @property
     def plan_text(self) -> str:
-        """`str(engine.plan)`: the table that the commands print."""
-        return str(self.plan)
+        """`str(engine.plan)`, the table that the commands print, and which blocks backward computes again."""
+        again = self._residency.recomputes
+        return str(self.plan) + (f"computed again in backward: {again}\n" if again else "")

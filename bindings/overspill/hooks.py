@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import _core, calls, gradients, leases, lending, reading, residency, showing, vertical
+from . import _core, calls, gradients, leases, lending, reading, recompute, residency, showing, vertical
 from .calls import Call, books, here, in_backward, opaque
 from .divided import is_sharded
 from .guard import guard, units_of
@@ -61,6 +61,8 @@ class ModuleHooks:
                 calls.clear_spoiled(owner)
                 showing.go_on(owner)
                 owner.core.begin_pass(module.training, torch.is_grad_enabled())
+                if owner.planner is not None and torch.is_grad_enabled():
+                    owner.planner.begin_pass()
                 if owner.expect_step is not None and module.training and torch.is_grad_enabled():
                     owner.expect_step()
             for unit in self.units:
@@ -241,7 +243,17 @@ def without_hooks(state: dict) -> dict:
     for name in _OPTIONS:
         if name in state:
             state[name] = type(state[name])((k, v) for k, v in state[name].items() if k not in mine)
+    _take_out_block(state)
     return state
+
+
+def _take_out_block(state: dict) -> None:
+    """The module's forward is what it was."""
+    block = state.get("forward")
+    if isinstance(block, recompute.Block):
+        del state["forward"]
+        if block.replaced is not None:
+            state["forward"] = block.replaced
 
 
 def _is_engines(hook: Any) -> bool:
@@ -278,8 +290,11 @@ def _release_block(call: Call) -> None:
         books.open = False
 
 
-def attach(model: nn.Module, owner: Residency, specs: list[UnitSpec], life: Any = None) -> None:
-    """Registers all hooks. Those of modules stay when the engine is closed, and then refuse forward."""
+def attach(
+    model: nn.Module, owner: Residency, specs: list[UnitSpec], life: Any, recomputed: dict[nn.Module, str]
+) -> None:
+    """Registers all hooks. Those of modules stay when the engine is closed, and then refuse forward. `recomputed`:
+    blocks that backward computes again, with their names."""
     blocks: dict[nn.Module, list[Unit]] = {}
     for spec, unit in zip(specs, owner.units, strict=True):
         if spec.block is not None:
@@ -291,7 +306,10 @@ def attach(model: nn.Module, owner: Residency, specs: list[UnitSpec], life: Any 
         owner.hooked.append(weakref.ref(module))
         hooks = ModuleHooks(owner, _needed(module, blocks), segments, life)
         module.register_forward_pre_hook(hooks, prepend=True)
-        module.register_forward_hook(AfterHook(owner), always_call=True)
+        after = AfterHook(owner)
+        module.register_forward_hook(after, always_call=True)
+        if module in recomputed:
+            module.__dict__["forward"] = recompute.Block(recomputed[module], module, owner, hooks, after)
         if segments:
             module.register_state_dict_post_hook(StateDictHook(segments))
             module.register_load_state_dict_pre_hook(hooks.before_load)
@@ -311,6 +329,7 @@ def detach(owner: Residency) -> None:
         for name in (*_HOOKS, *_OPTIONS):
             for key in mine & getattr(module, name, {}).keys():
                 del getattr(module, name)[key]
+        _take_out_block(module.__dict__)
 
 
 def closed_part(model: nn.Module) -> str | None:

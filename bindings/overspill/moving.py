@@ -7,8 +7,10 @@ keeps the storage anew, and what was saved before has the bytes of before."""
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,10 +27,11 @@ PARTS = 8  # a tensor is a part of its storage as large as one of so many, or th
 class Kept:
     """The bytes of one storage in the engine's keeping, as long as something refers to it."""
 
-    __slots__ = ("__weakref__", "_copy", "activation", "bytes", "digest", "source")
+    __slots__ = ("__weakref__", "_copy", "activation", "bytes", "digest", "mark", "source")
 
-    def __init__(self, activation: Any, source: StorageWeakRef, size: int, digest: int):
+    def __init__(self, activation: Any, source: StorageWeakRef, size: int, digest: int, mark: int):
         self.activation, self.source, self.bytes, self.digest = activation, source, size, digest
+        self.mark = mark  # Moving.kept_bytes before it
         self._copy: StorageWeakRef | None = None
 
     def copy(self) -> torch.UntypedStorage:
@@ -61,6 +64,8 @@ class Moving:
 
     def __init__(self, core: Any, most: int, freed: heap.Freed):
         self.core, self.most, self.freed = core, most, freed
+        self.kept_bytes = 0  # since the start
+        self.seconds = 0.0  # that it took to keep them, or to find them kept
         self._told = False
         self._kept: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()  # by storage
 
@@ -78,6 +83,14 @@ class Moving:
         if size > self.most:
             self._tell_of(size)
             return None
+        begin = time.perf_counter()
+        try:
+            kept = self._keep(storage, size)
+        finally:
+            self.seconds += time.perf_counter() - begin
+        return None if kept is None else Moved(kept, tensor)
+
+    def _keep(self, storage: torch.UntypedStorage, size: int) -> Kept | None:
         # A weak reference keeps the address: no other storage can have it.
         kept = self._kept.get(storage._cdata)
         digest = _core.digest(storage.data_ptr(), size)
@@ -85,9 +98,18 @@ class Moving:
             activation = self.core.keep_activation(storage.data_ptr(), size)
             if activation is None:
                 return None
-            self._kept[storage._cdata] = kept = Kept(activation, StorageWeakRef(storage), size, digest)
+            self._kept[storage._cdata] = kept = Kept(
+                activation, StorageWeakRef(storage), size, digest, self.kept_bytes
+            )
             self.freed.add(size)
-        return Moved(kept, tensor)
+            self.kept_bytes += size
+        return kept
+
+    def kept_since(self, tensors: Iterable[torch.Tensor], mark: int) -> int:
+        """Bytes of these that were kept since `kept_bytes` was `mark`."""
+        storages = {each.untyped_storage()._cdata for each in tensors if each.layout is torch.strided}
+        found = [kept for each in storages if (kept := self._kept.get(each)) is not None]
+        return sum(kept.bytes for kept in found if kept.mark >= mark)
 
     def _tell_of(self, size: int) -> None:
         if self._told:

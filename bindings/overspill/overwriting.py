@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import checkpointing, durable
+from . import _core, checkpointing, durable, saves
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -53,18 +53,21 @@ def _replace(path: Path) -> None:
     if path.exists():
         path.rename(_old(path))
     durable.rename_folder(_new(path), path)
+    _core.note_owner(path.absolute())
     _remove(_old(path))
 
 
 def _settle(path: Path) -> None:
     if not path.exists() and _old(path).exists():
         (_new(path) if _new(path).exists() else _old(path)).rename(path)
+        _core.note_owner(path.absolute())
     for left in (_new(path), _old(path)):
         _remove(left)
 
 
 def _remove(path: Path) -> None:
     if path.is_dir():
+        saves.remove_parts(path)
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

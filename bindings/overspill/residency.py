@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import files, forked, heap, leases, lending, moving, packed, place, ranks, showing
+from . import files, forked, heap, leases, lending, moving, packed, place, ranks, recompute_plan, showing
 from .nan_memory import nan_like
 from .parts import Part
 from .segments import Unit, get_grad, registry, run_of, set_grad
@@ -81,6 +81,9 @@ class Residency:
         self.gradients, self.folder = held, folder
         self.freed = heap.Freed()
         self.moving: moving.Moving | None = None  # set where the engine keeps activations
+        self.told_of_arguments = False  # which recompute.py cannot give to a block again
+        self.recomputes: str | None = None  # what of the model, in words
+        self.planner: recompute_plan.Planner | None = None  # until it has chosen what is computed again
         self.closed: str | None = None  # why it cannot be used any more
         self.why_closed = (
             "the engine of this model is closed; its weights are gone: make model and engine anew, and load a "

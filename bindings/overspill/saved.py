@@ -129,6 +129,8 @@ def compose(user_pack: Callable, user_unpack: Callable) -> tuple[Callable, Calla
     def composed_pack(tensor: torch.Tensor) -> Any:
         with DisableTorchFunction():
             handle = _handle(tensor)
+            if handle is None and calls.here.stack.saves is not None and _has_memory(tensor):
+                calls.here.stack.saves.append((tensor.detach(), tensor._version))
         return user_pack(tensor) if handle is None else handle
 
     def composed_unpack(saved: Any) -> torch.Tensor:

@@ -117,12 +117,19 @@ def remove_held(path: Path) -> None:
     """The same for a folder that the caller has locked (`alone`) and in which `strange` found nothing."""
     (path / MANIFEST).unlink(missing_ok=True)
     durable.sync_folder(path)
-    if stay := _core.remove_parts(path):  # while the folder says where they are
+    if stay := remove_parts(path):
         raise FolderError(
             f"overspill: {path} is no checkpoint any more, and its part {stay[0]} cannot be removed: it holds files "
             "that Overspill did not write, or may not be changed; move them away, and remove it again"
         )
     shutil.rmtree(path)
+
+
+def remove_parts(path: Path) -> list[Path]:
+    """Removes a checkpoint's parts on other disks, while its folder, or a rank's in a save that was cut off, says where
+    they are. Returns those that could not be removed."""
+    ranks = [rank for rank in path.glob("rank*/") if not rank.is_symlink()]
+    return [Path(part) for folder in (path, *ranks) for part in _core.remove_parts(folder)]
 
 
 def strange(path: Path) -> str:

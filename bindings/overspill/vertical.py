@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 import sys
 import threading
 import time
@@ -30,6 +29,7 @@ import torch
 from torch._C import DisableTorchFunction
 
 from . import calls
+from .draws import Draws
 from .place import HOST, Place
 from .segments import Unit
 
@@ -40,40 +40,11 @@ class _Stopped(BaseException):
     """Raised where a micro-batch waits, when another one failed."""
 
 
-class _Draws:
-    """States of the random generators that forward may use: torch's, Python's, numpy's where it is loaded."""
-
-    def __init__(self, where: Place, seed: int | None = None):
-        """Those of now, or fresh ones."""
-        numpy = sys.modules.get("numpy")
-        self.device, self.where = None, where
-        if where.generators() is not None:
-            made = torch.Generator(where.device).manual_seed(seed) if seed is not None else None
-            self.device = made.get_state() if made else where.generators().get_rng_state(where.device)
-        if seed is None:
-            self.torch, self.python = torch.get_rng_state(), random.getstate()
-            self.numpy = numpy.random.get_state() if numpy else None
-        else:
-            self.torch, self.python = (
-                torch.Generator().manual_seed(seed).get_state(),
-                random.Random(seed).getstate(),
-            )
-            self.numpy = numpy.random.RandomState(seed % 2**32).get_state() if numpy else None
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.torch)
-        if self.device is not None:
-            self.where.generators().set_rng_state(self.device, self.where.device)
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
-
-
 class _Runner:
     """One micro-batch. `unit`: the one it passes. `needs`: the one it waits for; None: it has not begun its phase.
     `passed`: how often it came to each unit in this phase. `at_work`: it has begun, and not ended."""
 
-    def __init__(self, number: int, draws: _Draws):
+    def __init__(self, number: int, draws: Draws):
         self.number, self.draws = number, draws
         self.unit: Unit | None = None
         self.needs: Unit | None = None
@@ -145,7 +116,7 @@ class _Turns:
 
     def _leave(self, runner: _Runner) -> None:
         if self.running is runner:
-            runner.draws, self.running = _Draws(runner.draws.where), None
+            runner.draws, self.running = Draws(runner.draws.where), None
 
     def _pass_on(self) -> None:
         """Once everybody waits: first pass those who need the unit at hand; then another one: that which was come to
@@ -243,8 +214,8 @@ def run(
     """
     setting = _Setting(where, len(forwards))
     seeds = torch.randint(2**62, (len(forwards),), dtype=torch.int64).tolist()
-    runners = [_Runner(i, _Draws(where, seed)) for i, seed in enumerate(seeds)]
-    afterwards = _Draws(where)
+    runners = [_Runner(i, Draws(where, seed)) for i, seed in enumerate(seeds)]
+    afterwards = Draws(where)
     turns, results = _Turns(runners), [None] * len(forwards)
     threads = [
         threading.Thread(

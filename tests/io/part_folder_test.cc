@@ -58,25 +58,34 @@ TEST_F(Part, OfWhichACrashLeftTheEmptyFolderIsRemoved) {
 TEST_F(Part, WithoutItsIdIsTold) {
   fs::remove(part_.path / kId);
   ASSERT_EQ(orphans(disk_.path()).size(), 1u);
-  EXPECT_NE(orphans(disk_.path())[0].find(part_.path.string() + " is empty"), std::string::npos);
+  EXPECT_NE(orphans(disk_.path())[0].find(part_.path.string() + " has no data"), std::string::npos);
   write("shared-1.bin", "weights");
   ASSERT_EQ(orphans(disk_.path()).size(), 1u);
   EXPECT_NE(orphans(disk_.path())[0].find(part_.path.string() + " was a part"), std::string::npos);
 }
 
-TEST_F(Part, WhoseIdACrashLeftEmptyIsRemoved) {
-  write(kId, "");
+TEST_F(Part, WhoseIdACrashLeftUnfinishedIsRemoved) {
+  fs::rename(part_.path / kId, part_.path / (std::string(kId) + ".tmp"));
   EXPECT_TRUE(removed());
 }
 
-TEST_F(Part, WhoseIdACrashLeftHalfWrittenIsRemoved) {
-  write(kId, part_.id.substr(0, 7));
-  EXPECT_TRUE(removed());
+// No crash leaves these: who cannot read the id, as where no descriptor is left, must not take it away.
+TEST_F(Part, WhoseIdIsNotReadableStays) {
+  for (const std::string& text : {std::string(), part_.id.substr(0, 7), std::string(300, '\0')}) {
+    write(kId, text);
+    EXPECT_FALSE(removed());
+    EXPECT_TRUE(fs::exists(part_.path / kId));
+  }
 }
 
-TEST_F(Part, WhoseIdAPowerCutLeftAsZerosIsRemoved) {
-  write(kId, std::string(300, '\0'));
-  EXPECT_TRUE(removed());
+TEST_F(Part, OfARankThatIsBeingSavedIsNoOrphan) {
+  fs::remove_all(part_.path);
+  const fs::path rank = home_.path() / "step-4.partial" / "rank1";
+  fs::create_directories(rank);
+  part_ = make_part(rank, disk_.path());
+  EXPECT_TRUE(orphans(disk_.path()).empty());
+  fs::remove_all(rank);
+  EXPECT_EQ(orphans(disk_.path()).size(), 1u);
 }
 
 TEST_F(Part, WithoutItsIdAndWithAFileStays) {

@@ -13,7 +13,7 @@ from overspill._testing import Options
 
 # Modules that tests import from and take fixtures of (pytest_plugins): else pytest says that it came too late for their
 # assertions.
-pytest.register_assert_rewrite("accelerator_scene", "families", "serve_scene")
+pytest.register_assert_rewrite("accelerator_scene", "families", "recompute_scene", "serve_scene")
 
 # on_accelerator*.py alone is for a GPU; all else, and what it starts, computes on the CPU whatever the machine has.
 if os.environ.get("OVERSPILL_DEVICE") != "cuda":

@@ -305,6 +305,35 @@ def test_checkpoints_open_on_either_side(on_device, config, tmp_path, first, the
         each.close()
 
 
+def test_blocks_that_backward_computes_again(on_device):
+    """With the random numbers that the device drew."""
+
+    def run(recompute):
+        torch.manual_seed(3)
+        blocks = (nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.3), nn.Linear(64, 32)) for _ in range(3))
+        model = nn.Sequential(*blocks)
+        settings = on_device("half")
+        settings["engine"].recompute = recompute
+        engine, *_ = overspill.initialize(model, settings)
+        torch.manual_seed(4)
+        losses = []
+        for i in range(3):
+            loss = square_loss(engine, inputs(i))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        weights = engine.state_dict()
+        again = sum(part.__dict__["forward"].calls_again for part in model if "forward" in part.__dict__)
+        engine.close()
+        return losses, weights, again
+
+    (kept, weights, none), (losses, ours, again) = run("none"), run("blocks")
+    assert none == 0 and again == 9
+    assert losses == kept
+    for name, weight in weights.items():
+        assert_same(name, ours[name], weight)
+
+
 def test_an_exception_in_forward_leaves_nothing_held(on_device):
     class Fails(nn.Module):
         def __init__(self):

@@ -38,6 +38,42 @@ def together(folder: str, stage: str) -> list[dict]:
     return said
 
 
+class Deep(nn.Module):
+    """Blocks whose weights are gathered again in backward, since dropout and a wide layer need the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.2), nn.Linear(4 * WIDTH, WIDTH)
+            )
+            for _ in range(4)
+        )
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.mse_loss(x, y)
+
+
+def recomputed(folder: str, stage: str) -> list[dict]:
+    """With what forward saves kept, then computed again."""
+    said = []
+    for recompute in ("none", "blocks"):
+        torch.manual_seed(7)
+        options = config(folder, "nvme", 2, zero_optimization={"stage": int(stage)})
+        options["engine"].recompute = recompute
+        engine, *_ = overspill.initialize(Deep(), options)
+        torch.manual_seed(8 + RANK)
+        losses = train(engine, torch.float32, 2)
+        said.append({"losses": losses, "norm": engine.last_step.norm, "again": 0})
+        for block in engine.module.blocks:
+            if "forward" in block.__dict__:
+                said[-1]["again"] += block.__dict__["forward"].calls_again
+        engine.close()
+    return said
+
+
 def two_of_three(folder: str) -> None:
     """Ranks 0 and 2 share a model; rank 1 has no part in it."""
     dist.init_process_group("gloo")
@@ -285,6 +321,7 @@ if __name__ == "__main__":
         "resume": printed(resume),
         "opened": printed(opened),
         "together": printed(together),
+        "recomputed": printed(recomputed),
     }
     jobs |= {"two_of_three": two_of_three, "differ": differ, "bug": bug, "endless": endless}
     jobs |= {"collected": collected}

@@ -11,7 +11,7 @@ from torch import nn
 from zoo import ZOO, build
 
 import overspill
-from overspill import _core, moving
+from overspill import _core, memory, moving
 from overspill.config import Config
 from plain import Plain
 
@@ -409,3 +409,38 @@ def test_losses_of_an_engine_without_it(keeps, config):
     assert_same("losses", found[0][0], found[1][0])
     for name, value in found[0][1].items():
         assert_same(name, value, found[1][1][name])
+
+
+@pytest.mark.parametrize("recompute", ["none", "auto"])
+def test_a_thousand_steps_of_changing_size_grow_nothing(recompute, keeps):
+    """Neither the process nor what the store holds."""
+
+    class Part(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+    engine = keeps(nn.Sequential(*(Part() for _ in range(3))), arena=256 << 10, recompute=recompute)
+    generator = torch.Generator().manual_seed(1)
+
+    def step():
+        rows = int(torch.randint(1, 900, (1,), generator=generator))
+        engine.backward(engine(torch.randn(rows, 64, generator=generator)).square().mean())
+        engine.step()
+
+    def held():
+        engine.synchronize()
+        stats = engine.stats()
+        return {
+            name: stats[name] for name in ("nvme_reserved_bytes", "nvme_allocated_bytes", "host_used_bytes")
+        }
+
+    for _ in range(300):
+        step()
+    before, rss = held(), memory.rss_bytes()
+    for _ in range(700):
+        step()
+    gc.collect()
+    assert engine.stats()["activations_written_bytes"] > 100 << 20
+    assert held() == before
+    assert memory.rss_bytes() - rss < 8 << 20
+    assert nothing_is_kept(engine)

@@ -11,7 +11,7 @@ import torch
 from checkpoint_scene import fails, ok, whole
 
 import overspill
-from overspill import CheckpointError, _core, copying, saves
+from overspill import CheckpointError, _core, copying, overwriting, saves
 
 MEMORY = Path("/dev/shm")
 
@@ -80,6 +80,25 @@ def test_mv_rm_cp_and_ls_know_it(saved, tmp_path, capsys):
     assert not part.exists() and not (tmp_path / "moved").exists()
     engine.load_checkpoint(tmp_path / "copy")
     assert torch.equal(engine.weight(engine.module[0].weight), before)
+
+
+def test_a_cut_off_save_of_a_rank_takes_its_part_along(saved, tmp_path, capsys):
+    """Until a save is whole, each rank's files lie in a folder of its own."""
+    _, checkpoint, part = saved
+    cut_off = tmp_path / "step-2.partial"
+    (cut_off / "rank1").mkdir(parents=True)
+    shutil.move(checkpoint / f"part-{part.name[11:27]}.txt", cut_off / "rank1")
+    ok(capsys, "rm", cut_off)
+    assert not part.exists()
+
+
+def test_one_that_takes_the_place_of_another_keeps_its_part_and_removes_the_others(saved, tmp_path):
+    engine, checkpoint, part = saved
+    step(engine)
+    overwriting.save(engine, checkpoint, {})
+    (new,) = _core.parts_of(checkpoint)
+    assert new != part and not part.exists() and whole(checkpoint)
+    assert (new / "overspill-part.txt").read_text().splitlines()[1] == str(checkpoint)
 
 
 def test_a_move_to_another_disk_takes_it_along(saved, elsewhere, capsys):

@@ -64,6 +64,14 @@ def test_micro_batches_that_pass_units_together_leave_no_rank_a_whole_gradient(t
         assert apart["pool"] == 0 < together["pool"]
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_blocks_that_backward_computes_again(tmp_path, stage):
+    for process in launch.run(2, "ranks_job.py", "recomputed", tmp_path, stage):
+        kept, again = json.loads(process.out)
+        assert again["again"] == ranks_job.STEPS * 2 * 4 and kept["again"] == 0
+        assert again | {"again": 0} == kept, "bit for bit"
+
+
 def test_a_group_of_the_users(tmp_path):
     three = launch.run(3, "ranks_job.py", "two_of_three", tmp_path)
     assert three[1].out == ""

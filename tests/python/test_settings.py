@@ -165,6 +165,7 @@ def leaves(model, at=""):
 
 
 FILE_ONLY = {
+    "engine.recompute": "blocks",
     "on_nonfinite": "raise",
     "gradients_of_ranks": "sum",
     "managed_gradient_accumulation": False,

@@ -150,6 +150,10 @@ class EngineOptions(Section):
     """Where weights and states live. "auto": as budgets allow; the others force one tier, and "half" two in turn."""
     device: str = "auto"
     """Where the model computes. "auto": a GPU where there is one; "host" (or "cpu"); "cuda", "cuda:1" and so on."""
+    recompute: Literal["none", "blocks", "auto"] = "none"
+    """"blocks": of the model's repeated modules the engine keeps only the inputs, and backward computes the rest again,
+    to the same bits (docs/activations.md). "auto", on one rank: so many blocks that a step is the shortest; what the
+    others save moves, by budget.activations. The same on all ranks."""
     checkpoints_kept: Int = Field(1, ge=0, le=10**6)
     """For so many checkpoints the engine reserves room on the disks at its start."""
     train_after_save: bool = True
@@ -242,7 +246,8 @@ class Config(Section):
     def shared(self) -> dict[str, Any]:
         """What has to be the same on all ranks: all but budgets, disks and how the engine works."""
         return self.model_dump(mode="json", exclude={"budget", "engine"}) | {
-            "engine.chunk_elements": self.engine.chunk_elements
+            "engine.chunk_elements": self.engine.chunk_elements,
+            "engine.recompute": self.engine.recompute,
         }
 
     def to_core(self, core: Any, rank: int | None = None, part: int | None = None, place: Any = None) -> Any:
@@ -265,7 +270,14 @@ class Config(Section):
         flat.rank_timeout_ms = round(self.engine.rank_timeout_seconds * 1000)
         flat.io_deadline_ms = math.ceil(self.engine.io_deadline_seconds * 1000)
         for name in type(self.engine).model_fields:
-            if name not in ("job", "rank_timeout_seconds", "io_deadline_seconds", "device", "transport"):
+            if name not in (
+                "job",
+                "rank_timeout_seconds",
+                "io_deadline_seconds",
+                "device",
+                "transport",
+                "recompute",
+            ):
                 setattr(flat, name, getattr(self.engine, name))
         flat.device = place.name if place is not None else self._planned_device()
         if flat.device == "host" and self.engine.placement == "device":
@@ -273,6 +285,8 @@ class Config(Section):
                 "config: engine.placement = 'device' and the model computes on the host, where there is no device's "
                 "memory: name a GPU (engine.device, --device), or another placement"
             )
+        if self.engine.recompute == "auto":
+            self._check_choice(flat.device, alone=rank is None and part is None)
         if self.budget.activations is not None:
             self._check_activations(self.budget.activations, flat.device)
         # Containers count processes by themselves: two on one disk may both be process 1.
@@ -283,13 +297,30 @@ class Config(Section):
             flat.job += f"-part{part}"
         return flat
 
+    def _check_choice(self, device: str, alone: bool) -> None:
+        wanted = 'config: engine.recompute = "auto"'
+        blocks = 'set engine.recompute = "blocks", with which backward computes all blocks again'
+        if device != "host":
+            raise NotSupportedHere(f"{wanted}: not supported where the model computes on {device}: {blocks}")
+        if not alone or self.vertical_accumulation:
+            several = "several ranks" if not alone else "vertical_accumulation"
+            raise NotSupportedHere(
+                f'{wanted}: not supported with {several}: {blocks}, or "none", with which the engine moves what '
+                "they save"
+            )
+        if self.budget.activations is None:
+            raise ConfigError(
+                f"{wanted}: needs budget.activations, the memory through which the engine moves what it does not "
+                f'compute again: set it, "1GiB" for instance, or {blocks}'
+            )
+
     def _check_activations(self, size: int, device: str) -> None:
         wanted = f"config: budget.activations = {size}"
         if device != "host":
             raise NotSupportedHere(
                 f"{wanted}: not supported: the model computes on {device}, and activations move only from the CPU's "
-                'memory: compute there (engine.device = "host"), or leave the key out and use '
-                "torch.autograd.graph.save_on_cpu or gradient checkpointing"
+                'memory: compute there (engine.device = "host"), or leave the key out and '
+                'set engine.recompute = "blocks", or use torch.autograd.graph.save_on_cpu'
             )
         if not self.budget.nvme:
             raise ConfigError(
