@@ -111,6 +111,8 @@ class Engine(Stepping, Figures, Saving):
             handover.check_ranks(group, config, specs, groups[0], counted_elsewhere)
             if source is None:
                 ranks.broadcast_model(model, group)
+        if model_group is not None:
+            model_group.check_alike({"engine.recompute": config.engine.recompute})
         nccl = transport.choose(config.engine.transport, group, self._place)
         made: list[OverspillOptimizer] = []
         end = self._end = End((group, model_group))

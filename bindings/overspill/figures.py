@@ -70,6 +70,12 @@ class Figures:
 
     @property
     def plan_text(self) -> str:
-        """`str(engine.plan)`, the table that the commands print, and which blocks backward computes again."""
-        again = self._residency.recomputes
+        """`str(engine.plan)`, the table that the commands print, and `computed_again`."""
+        again = self.computed_again
         return str(self.plan) + (f"computed again in backward: {again}\n" if again else "")
+
+    @property
+    def computed_again(self) -> str | None:
+        """How many blocks backward computes again (engine.recompute), in words; None where nothing says so. With "auto"
+        it changes after the second pass."""
+        return self._residency.recomputes

@@ -227,4 +227,5 @@ def check_ranks(
         for name, value in given.items()
         if name != "params"
     }
-    group.check_alike({"the optimizer": groups.kind, **config.shared(), **options, **parameters})
+    alike = {"the optimizer": groups.kind, "engine.recompute": config.engine.recompute}
+    group.check_alike(alike | config.shared() | options | parameters)

@@ -143,6 +143,31 @@ def test_train_says_how_fast_the_disk_wears(bench, spilling, capsys, tmp_path):
     assert line.startswith(f"{bench.nvme}: written at ") and "TB of endurance left: " in line, line
 
 
+@pytest.mark.parametrize("recompute", ["blocks", "auto"])
+def test_train_computes_blocks_again_and_says_how_many(recompute, bench, finished, capsys, tmp_path):
+    """To the losses of a run that keeps all, and it goes on with another choice."""
+    args = {
+        "accumulate": 2,
+        "clip": 0.5,
+        "host_budget": "64MiB",
+        "activations": "8MiB",
+        "recompute": recompute,
+    }
+    args["seq_len"] = 256
+    outs = [tmp_path / name for name in ("kept", "again")]
+    kept = {name: value for name, value in args.items() if name not in ("recompute", "activations")}
+    said = [
+        bench.ok(capsys, *bench.train_args(out, **options))
+        for out, options in zip(outs, (kept, args), strict=True)
+    ]
+    assert "computed again" not in said[0] and "computed again in backward: " in said[1]
+    assert ("; predicted for forward and backward" in said[1]) == (recompute == "auto")
+    one, other = (tiny.log(out) for out in outs)
+    assert [r["loss"] for r in one] == [r["loss"] for r in other]
+    assert one[-1]["norm"] == other[-1]["norm"]
+    bench.ok(capsys, "train", "--out", outs[1], "--resume", "--steps", 10, "--recompute", "none")
+
+
 def test_going_on_is_bit_equal(bench, spilling, finished, capsys, tmp_path):
     out = tmp_path / "out"
     bench.ok(capsys, *bench.train_args(out, accumulate=2, clip=0.5, steps=3, **spilling))

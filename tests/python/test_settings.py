@@ -24,6 +24,8 @@ SAMPLES = {
     "clip": (0.25, "0.5", 0.25, 0.5),
     "seed": (3, "7", 3, 7),
     "dtype": ("fp32", "bf16", "fp32", "bf16"),
+    "recompute": ("blocks", "none", "blocks", "none"),
+    "activations": ("3MiB", "7MiB", 3 << 20, 7 << 20),
     "host_budget": ("3MiB", "7MiB", 3 << 20, 7 << 20),
     "nvme": (["a"], "b", "a", "b"),
     "device_budget": ("3MiB", "7MiB", 3 << 20, 7 << 20),
@@ -165,13 +167,11 @@ def leaves(model, at=""):
 
 
 FILE_ONLY = {
-    "engine.recompute": "blocks",
     "on_nonfinite": "raise",
     "gradients_of_ranks": "sum",
     "managed_gradient_accumulation": False,
     "dataloader_drop_last": True,  # every micro-batch of the command's is whole
     "zero_optimization.stage": 2,
-    "budget.activations": 1 << 20,
     "engine.prefetch_units": 2,
     "engine.speculate": True,
     "engine.chunk_elements": 4096,

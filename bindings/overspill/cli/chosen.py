@@ -283,7 +283,7 @@ def _effective(name: str, value: Any, config: Config) -> Any:
 def _alike(name: str, typed: Any, said: Any) -> bool:
     from overspill.config.values import parse_size
 
-    if name in ("host_budget", "device_budget"):
+    if name in ("host_budget", "device_budget", "activations"):
         try:
             return typed == parse_size(said)
         except ValueError:
@@ -298,7 +298,7 @@ def _shown(name: str, value: Any) -> str:
 
     if isinstance(value, list):
         return " ".join(map(str, value))
-    return human(value) if name.endswith("budget") else str(value)
+    return human(value) if name.endswith("budget") or name == "activations" else str(value)
 
 
 def _typing(name: str, value: Any) -> str:

@@ -25,6 +25,8 @@ LOGGED = (
     "nvme_allocated_bytes",
     "nvme_read_bytes",
     "nvme_written_bytes",
+    "activations_written_bytes",
+    "activations_read_bytes",
     "wait_seconds",
 )
 

@@ -93,6 +93,7 @@ class Session:
         self.orders = SaveOrders(ranks, self._take, self.engine._behind)
         self.saver: Saver | None = None  # of the first rank
         self._show = say  # beside the bar, where there is one
+        self._again = self.engine.computed_again  # what of it was said
         self._adapter: dict[str, Any] = {}
 
     def _end_others(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -330,6 +331,9 @@ class Session:
         display.step(record)
         if self.loop.steps_here == PREDICTED_AFTER:
             display.say(self.engine.predict()["text"].rstrip())
+        if (again := self.engine.computed_again) != self._again:
+            self._again = again
+            display.say(f"computed again in backward: {again}")
         for board in shown:
             board(record)
 

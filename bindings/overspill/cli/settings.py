@@ -11,6 +11,7 @@ from overspill.cli.common import FORMATS, OPTIMIZERS, named
 
 DTYPES = ("bf16", "fp32")
 PACKED = ("nf4", "int8")
+RECOMPUTED = ("none", "blocks", "auto")
 REPORTS = ("tensorboard", "wandb", "none")
 SCHEDULES = ("constant", "linear", "cosine")
 STEPS = 100  # where neither --steps nor --epochs says how many
@@ -51,6 +52,8 @@ class Settings:
     seed: int = _field(0, fixed=True, key="seed", least=0)
     dtype: str = _field("bf16", fixed=True, key="dtype", among=DTYPES)
     checkpointing: bool = _field(False, fixed=True, key=None)
+    recompute: str = _field("none", fixed=False, key="engine.recompute", among=RECOMPUTED)
+    activations: int | None = _field(None, fixed=False, key="budget.activations", least=0)
     lora_rank: int | None = _field(None, fixed=True, key=None, least=1)
     lora_alpha: float | None = _field(None, fixed=True, key=None, least=0)
     lora_dropout: float = _field(0.0, fixed=True, key=None, least=0)

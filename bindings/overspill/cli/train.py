@@ -35,6 +35,7 @@ from overspill.cli.common import (
     path_of,
     positive,
     seed,
+    size,
     threads,
     two_or_more,
 )
@@ -43,7 +44,16 @@ from overspill.cli.ranks import Ranks
 from overspill.cli.recorder import check_boards, check_trace
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.session import Session
-from overspill.cli.settings import DTYPES, REPORTS, SCHEDULES, STEPS, absolute, default_text, option
+from overspill.cli.settings import (
+    DTYPES,
+    RECOMPUTED,
+    REPORTS,
+    SCHEDULES,
+    STEPS,
+    absolute,
+    default_text,
+    option,
+)
 from overspill.saves import is_complete
 
 USAGE = """overspill train --model DIR --data PATH --out DIR --host-budget SIZE [--nvme DIR ...] [OPTIONS]
@@ -154,7 +164,20 @@ def _add_course(parser: argparse.ArgumentParser) -> None:
     add(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
-        help="recompute activations in backward: slower, smaller",
+        help="the model's own gradient checkpointing, as transformers has it: slower, smaller (see --recompute)",
+    )
+    add(
+        "--recompute",
+        choices=RECOMPUTED,
+        help="which of the model's repeated blocks backward computes again: none, all (blocks), or so many that a step "
+        f"is the shortest (auto, with --activations) {default_text('recompute')}",
+    )
+    add(
+        "--activations",
+        type=size,
+        metavar="SIZE",
+        help="memory, out of --host-budget, through which what forward saves moves to --nvme, e.g. 1GiB (default: it "
+        "stays in memory)",
     )
 
 

@@ -247,7 +247,6 @@ class Config(Section):
         """What has to be the same on all ranks: all but budgets, disks and how the engine works."""
         return self.model_dump(mode="json", exclude={"budget", "engine"}) | {
             "engine.chunk_elements": self.engine.chunk_elements,
-            "engine.recompute": self.engine.recompute,
         }
 
     def to_core(self, core: Any, rank: int | None = None, part: int | None = None, place: Any = None) -> Any:
