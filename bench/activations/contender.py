@@ -64,6 +64,7 @@ def ready():
             found |= {
                 key: (after[key] - before[key]) // steps for key in after if key.startswith("activations_")
             }
+            found["again"] = engine.computed_again
             found["waited"] = engine.report()["wait_by_cause"]["activations"]
         return found
 

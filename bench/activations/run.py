@@ -6,7 +6,8 @@ GPT models with random weights (bench/step/gpt.py), fp32, AdamW. Contenders, whi
     plain_checkpointed        the same, each block computed anew in backward
     in_torch                  the engine with weights and states in memory; activations stay with torch
     moved                     the same with budget.activations: beyond the arena they go to the disk
-    moved_checkpointed        both: what checkpointing leaves goes to the disk
+    recomputed                the engine computes each block anew (engine.recompute), and moves the blocks' inputs
+    chosen                    the engine chooses for how many blocks it does so ("auto"), and moves what the others save
 
 A ratio is the median of the rounds' own ratios, `_quartiles` has their quartiles. `_grown_bytes` is how far a process
 grows in a turn beyond what it has between steps: activations, and gradients in plain torch. Ends with RESULT {json}.
@@ -57,12 +58,24 @@ def options() -> argparse.Namespace:
     return args
 
 
-def config(folder: Path, arena: str | None) -> dict:
+def config(folder: Path, arena: str | None, recompute: str = "none") -> dict:
     budget = {"host": "8GiB", "nvme": [str(folder)]} | ({"activations": arena} if arena else {})
     return {
         "budget": budget,
         "optimizer": {"type": "AdamW", "lr": 1e-4},
-        "engine": {"placement": "host"},
+        "engine": {"placement": "host", "recompute": recompute},
+    }
+
+
+def contenders(shape: gpt.Shape, folder: Path, arena: str) -> dict[str, tuple[gpt.Shape, dict | None]]:
+    """Each one's model, and the engine's configuration."""
+    return {
+        "plain": (shape, None),
+        "plain_checkpointed": (shape._replace(checkpointing=True), None),
+        "in_torch": (shape, config(folder, None)),
+        "moved": (shape, config(folder, arena)),
+        "recomputed": (shape, config(folder, arena, "blocks")),
+        "chosen": (shape, config(folder, arena, "auto")),
     }
 
 
@@ -70,15 +83,8 @@ def main() -> int:
     args = options()
     args.folder.mkdir(parents=True, exist_ok=True)
     shape = gpt.SHAPES[args.size]._replace(length=args.length)
-    again = shape._replace(checkpointing=True)
     folder = Path(tempfile.mkdtemp(prefix="bench-activations-", dir=args.folder))
-    jobs = {
-        "plain": (shape, None),
-        "plain_checkpointed": (again, None),
-        "in_torch": (shape, config(folder, None)),
-        "moved": (shape, config(folder, args.arena)),
-        "moved_checkpointed": (again, config(folder, args.arena)),
-    }
+    jobs = contenders(shape, folder, args.arena)
     result = {"machine": machine(), "length": args.length, "arena": args.arena}
     try:
         with contextlib.ExitStack() as stack:
@@ -92,7 +98,9 @@ def main() -> int:
                 child = Child(command, log=folder / f"{name}.log", rests=True)
                 stack.callback(child.close)
                 children[name] = child
-                child.ask(do="turn", steps=1)  # the first step makes what later ones have
+                child.ask(
+                    do="turn", steps=3
+                )  # the first makes what later ones have, the third follows the choice
             result["parameters"] = children["plain"].hello["parameters"]
             print(
                 f"{machine()}; {result['parameters'] / 1e6:.0f} M parameters, {args.length} tokens",
@@ -116,7 +124,11 @@ def main() -> int:
         ("moved", "plain"),
         ("moved", "in_torch"),
         ("moved", "plain_checkpointed"),
-        ("moved_checkpointed", "plain_checkpointed"),
+        ("recomputed", "plain_checkpointed"),
+        ("chosen", "plain"),
+        ("chosen", "plain_checkpointed"),
+        ("chosen", "moved"),
+        ("chosen", "recomputed"),
     ):
         ratios = [a / b for a, b in zip(seconds[ours], seconds[theirs], strict=True)]
         lower, middle, upper = quartiles(ratios)
@@ -126,6 +138,7 @@ def main() -> int:
         result[f"moved_activations_{key}_bytes"] = last["moved"][f"activations_{key}_bytes"]
     result["moved_demand_reads"] = last["moved"]["activations_demand_reads"]
     result["moved_waited_seconds"] = last["moved"]["waited"]
+    result["chosen_blocks"] = last["chosen"]["again"]
     result["losses_equal"] = len({tuple(each["losses"]) for each in last.values()}) == 1
     for key, value in result.items():
         print(f"  {key:<42} {value:,}" if isinstance(value, int) else f"  {key:<42} {value}")

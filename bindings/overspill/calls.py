@@ -391,6 +391,7 @@ def put_right(python: FrameType | None, ended: Call | None = None) -> None:
     books.blocks[:] = blocks
     if not stack.calls:
         stack.without_modes()
+        stack.saves, stack.leaves = None, False
     try:
         residency.recount([call for each in books.stacks for call in each.calls] + blocks)
     except Exception as error:

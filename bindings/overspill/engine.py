@@ -100,7 +100,9 @@ class Engine(Stepping, Figures, Saving):
         groups = [each for each, _ in taken]
         self._place = place.find(config.engine.device, config.budget.device)
         self._place.make_room()
-        recomputed = recompute.blocks_of(model) if config.engine.recompute != "none" else {}
+        recomputed: dict[nn.Module, str] = {}
+        if config.engine.recompute != "none":
+            recomputed = recompute.blocks_of(model, is_part=model_group is not None)
         specs = handover.units(model, config, self._place, groups)
         units = handover.core_units(model, config, specs, groups, counted_elsewhere)
         settings = handover.core_settings(config, self._place, groups, (group, model_group))

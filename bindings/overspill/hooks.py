@@ -296,6 +296,7 @@ def attach(
     """Registers all hooks. Those of modules stay when the engine is closed, and then refuse forward. `recomputed`:
     blocks that backward computes again, with their names."""
     blocks: dict[nn.Module, list[Unit]] = {}
+    alike: dict[Any, dict] = {}
     for spec, unit in zip(specs, owner.units, strict=True):
         if spec.block is not None:
             blocks.setdefault(spec.block, []).append(unit)
@@ -309,7 +310,10 @@ def attach(
         after = AfterHook(owner)
         module.register_forward_hook(after, always_call=True)
         if module in recomputed:
-            module.__dict__["forward"] = recompute.Block(recomputed[module], module, owner, hooks, after)
+            changes = alike.setdefault(recompute.look(module), {})
+            module.__dict__["forward"] = recompute.Block(
+                recomputed[module], module, owner, hooks, after, changes
+            )
         if segments:
             module.register_state_dict_post_hook(StateDictHook(segments))
             module.register_load_state_dict_pre_hook(hooks.before_load)

@@ -6,12 +6,12 @@ had. What it computes is the same to the bit, if it is a function of its argumen
 
 - A call with an argument that may change during the call, such as a cache of keys and values, is made as without the
   key, and a warning says so once.
-- A block that changes a buffer, as BatchNorm does, changes it once: backward gives it the buffer as it was, and puts
-  back what was there. Its later calls are made as without the key.
+- The first call of one of several blocks that are alike is made as without the key, to find out whether it changes
+  buffers or weights, as BatchNorm does. If it does, all calls of those blocks are, and a warning says so once.
 - The lists and dicts among its arguments are given to it again as they were when the call began, and its modules have
-  the `training` of then.
-- What would be other than in forward is refused: weights and buffers that have changed since, arguments that the block
-  changes itself, and tensors that it changes after autograd has saved them."""
+  the `training` of then, and the buffers, where the script has put others in their place.
+- What would be other than in forward is refused: weights and buffers that have changed since, arguments, buffers and
+  weights that a later call changes, and tensors that a block changes after autograd has saved them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ import types
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C import DisableTorchFunction, _autograd
 from torch.utils import _pytree
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
-from . import saved
+from . import saved, showing
 from .calls import here, in_backward
 from .config.section import ConfigError
 from .draws import Draws
@@ -57,14 +57,14 @@ def plan(model: nn.Module, owner: Any, mode: str) -> None:
         owner.recomputes = f"up to {len(blocks)} blocks"
 
 
-def blocks_of(model: nn.Module) -> dict[nn.Module, str]:
+def blocks_of(model: nn.Module, is_part: bool = False) -> dict[nn.Module, str]:
     """The modules that the model repeats, with their names, outermost ones only: children of one module, of one class
     and with parameters of the same names and shapes; of a list also those of other shapes that repeat nothing. A module
-    without submodules is none, since what it saves is mostly what it is given. Raises ConfigError where there is none.
-    """
+    without submodules is none, since what it saves is mostly what it is given. Raises ConfigError where there is none,
+    unless this is a part of a model, of which other parts may have them."""
     found: dict[nn.Module, str] = {}
     _find(model, "", found, set())
-    if not found:
+    if not found and not is_part:
         raise ConfigError(
             f"config: engine.recompute: {type(model).__name__} has no blocks: none of its modules has two children of "
             "one class, with parameters of the same shapes and with submodules. Leave engine.recompute out, and call "
@@ -79,14 +79,14 @@ def _in_order(model: nn.Module) -> list[Block]:
 
 
 def _find(module: nn.Module, prefix: str, found: dict[nn.Module, str], seen: set[nn.Module]) -> None:
-    children = [(prefix + name, child, _look(child)) for name, child in module.named_children()]
-    alike = Counter(look for _, _, look in children)
+    children = [(prefix + name, child, look(child)) for name, child in module.named_children()]
+    alike = Counter(its for _, _, its in children)
     of_a_class = Counter(type(child) for _, child, _ in children)
-    for name, child, look in children:
+    for name, child, its in children:
         if child in seen:
             continue
         seen.add(child)
-        if alike[look] > 1 and _is_block(child):
+        if alike[its] > 1 and _is_block(child):
             found[child] = name
             continue
         inside: dict[nn.Module, str] = {}
@@ -102,7 +102,8 @@ def _find(module: nn.Module, prefix: str, found: dict[nn.Module, str], seen: set
         found |= inside
 
 
-def _look(module: nn.Module) -> Any:
+def look(module: nn.Module) -> Any:
+    """Equal for blocks that are alike."""
     return type(module), tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
 
 
@@ -114,23 +115,28 @@ def _is_block(module: nn.Module) -> bool:
 
 class Block:
     """Stands in a block's `__dict__` for its forward. `begin` and `end`: the engine's hooks around a call of the module
-    (hooks.py), which a call in backward needs, too; hooks of the script's run in forward alone."""
+    (hooks.py), which a call in backward needs, too; hooks of the script's run in forward alone. `changes`: whether a
+    call changes buffers or weights, by `training` of all its modules; of all blocks that are alike."""
 
-    def __init__(self, name: str, module: nn.Module, owner: Any, begin: Callable, end: Callable):
-        self.name, self.owner, self.begin, self.end = name, owner, begin, end
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        owner: Any,
+        begin: Callable,
+        end: Callable,
+        changes: dict[Modes, bool],
+    ):
+        self.name, self.owner, self.begin, self.end, self.changes = name, owner, begin, end, changes
         self.module = weakref.ref(module)
         self.replaced = module.__dict__.get("forward")  # by the script, before
         self.__signature__ = inspect.signature(module.forward)
         self.chosen = True  # to be computed again
-        self.changes: dict[
-            Modes, bool
-        ] = {}  # whether a call changes buffers; by `training` of all its modules
         self.calls_again = 0
         self.units = list({id(u): u for p in module.parameters() if (u := _unit_of(p)) is not None}.values())
         self._parameters = [
             (part._parameters, name, p) for part in module.modules() for name, p in part._parameters.items()
         ]
-        self._told = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module()
@@ -142,34 +148,48 @@ class Block:
         if unknown is not None:
             self._tell_of(unknown)
             return self.forward(module)(*args, **kwargs)
+        modes = _modes(module)
         if not self.chosen:
-            return self._keep(module, leaves, args, kwargs)
-        # Micro-batches that take turns are all inside at once: whose buffers are those of before?
-        if here.stack.exempt and _modes(module) not in self.changes:
-            return self._learn(module, args, kwargs)
-        once = _Call(self, module, (args, kwargs), form)
+            return self._keep(module, modes, leaves, args, kwargs)
+        if modes not in self.changes:
+            return self._learn(module, modes, leaves, args, kwargs)
+        once = _Call(self, module, modes, (args, kwargs), form)
         del args, kwargs
         return checkpoint(once, *leaves, use_reentrant=False, preserve_rng_state=False)
 
-    def _keep(self, module: nn.Module, leaves: list, args: tuple, kwargs: dict) -> Any:
+    def _keep(self, module: nn.Module, modes: Modes, leaves: list, args: tuple, kwargs: dict) -> Any:
         """As without the key; measured for the planner, if the block could be computed again."""
         planner, moving = self.owner.planner, self.owner.moving
         if planner is None:
             return self.forward(module)(*args, **kwargs)
         begin, kept = planner.clock(), moving.kept_bytes
-        result = self._learn(module, args, kwargs)
-        if not self.changes[_modes(module)]:
+        result = self._learn(module, modes, leaves, args, kwargs)
+        if not self.changes[modes]:
             inputs = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values()
             planner.called(self, begin, moving.kept_bytes - kept - moving.kept_since(inputs, kept))
         return result
 
-    def _learn(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """As without the key, and finds out whether the call changes buffers."""
-        modes = _modes(module)
-        before = _Buffers(module, with_bytes=modes not in self.changes)
+    def _learn(self, module: nn.Module, modes: Modes, leaves: list, args: tuple, kwargs: dict) -> Any:
+        """As without the key, and finds out whether the call changes what it computes from."""
+        if modes in self.changes:
+            return self.forward(module)(*args, **kwargs)
+        before, weights, given = _Buffers(module, with_bytes=True), self.weights(), _versions(leaves)
         result = self.forward(module)(*args, **kwargs)
-        self.changes.setdefault(modes, bool(before.changed()))
+        changed = before.changed() or ("its weights" if self.weights() != weights else _written(given))
+        self.changes[modes] = changed is not None
+        if changed is not None:
+            self._tell(
+                f"a call of the block {self.name} changes {changed}, so the engine does not compute calls of such "
+                "blocks again"
+            )
         return result
+
+    def weights(self) -> list[Any]:
+        """What is another when something has changed a weight. (Of a unit that is shown an edit counts as a change once
+        it is hidden.)"""
+        with DisableTorchFunction():
+            of_units = [(unit.core.generation(unit.index), showing.edited(unit)) for unit in self.units]
+            return [*of_units, *(p._version for _, _, p in self._parameters if p is not None)]
 
     def forward(self, module: nn.Module) -> Callable:
         return self.replaced or types.MethodType(type(module).forward, module)
@@ -181,11 +201,11 @@ class Block:
             return False
         if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
             return False
-        if self.changes and self.changes.get(_modes(module), False):
+        if any(self.changes.values()) and self.changes.get(_modes(module), False):
             return False
         if module.training and getattr(
             module, "gradient_checkpointing", False
-        ):  # transformers does it, in its forward
+        ):  # transformers' forward does it
             return False
         if any(held.get(name) is not parameter for held, name, parameter in self._parameters):
             return False
@@ -193,30 +213,31 @@ class Block:
         return top is not None and top[0] is saved.pack
 
     def _tell_of(self, value: Any) -> None:
-        if self._told or self.owner.told_of_arguments:
-            return
-        self._told = self.owner.told_of_arguments = True
-        warnings.warn(
-            f"overspill: engine.recompute: the block {self.name} gets an argument of class {type(value).__name__}, "
-            "which could change before backward, so the engine does not compute such calls again, in any block. If it "
-            "is a cache of keys and values, set engine.module.config.use_cache = False",
-            stacklevel=2,
+        self._tell(
+            f"the block {self.name} gets an argument of class {type(value).__name__}, which could change before "
+            "backward, so the engine does not compute such calls again, in any block. If it is a cache of keys and "
+            "values, set engine.module.config.use_cache = False"
         )
+
+    def _tell(self, what: str) -> None:
+        if not self.owner.told_what_is_kept:
+            self.owner.told_what_is_kept = True
+            warnings.warn(f"overspill: engine.recompute: {what}", stacklevel=3)
 
 
 class _Call:
     """One call of a block: torch makes it in forward, and again in backward as often as that asks for what was saved,
     each time with the leaves of its arguments. The graph has it, so it keeps neither module nor engine alive."""
 
-    def __init__(self, block: Block, module: nn.Module, arguments: tuple[tuple, dict], form: Any):
+    def __init__(
+        self, block: Block, module: nn.Module, modes: Modes, arguments: tuple[tuple, dict], form: Any
+    ):
         self.block, self.module, self.owner = weakref.ref(block), weakref.ref(module), block.owner
-        self.form = form
+        self.modes, self.form = modes, form
         self.arguments: tuple[tuple, dict] | None = arguments  # of forward: the script's own lists and dicts
         self.draws = Draws(block.owner.place)
-        self.modes = _modes(module)
-        self.generations: list[int] = []  # of the block's units, as forward used them
-        self.buffers: _Buffers | None = None  # as forward left them
-        self.changed: list[_Buffer] = []  # by forward: as they were before
+        self.buffers = _Buffers(module, with_bytes=False)
+        self.generations = [unit.generation for unit in block.units]
 
     def __call__(self, *leaves: Any) -> Any:
         block, module = self.block(), self.module()
@@ -225,41 +246,27 @@ class _Call:
         if self.arguments is None:
             return self._again(block, module, *_pytree.tree_unflatten(leaves, self.form))
         (args, kwargs), self.arguments = self.arguments, None
-        given = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        learns = self.modes not in block.changes
-        before = _Buffers(module, with_bytes=learns)
+        given, weights = _versions(leaves), block.weights()
         result = block.forward(module)(*args, **kwargs)
-        changed = next((leaf for leaf, version in given if leaf._version != version), None)
-        if changed is not None:
-            raise _refusal(block, f"changed its argument of shape {list(changed.shape)} in place")
-        self.changed = before.changed()
-        if self.changed and not learns:
-            name = self.changed[0].name
-            raise _refusal(block, f"changed its buffer {name}, which its first call did not")
-        if any(each.bytes is None for each in self.changed):
-            raise _refusal(block, f"changed its buffer {self.changed[0].name}, of which no copy can be made")
-        block.changes.setdefault(self.modes, bool(self.changed))
+        what = self.buffers.changed() or ("its weights" if block.weights() != weights else _written(given))
+        if what is not None:
+            raise _refusal(block, f"changed {what}, which the first call of such a block did not")
         self.draws.forget_unmoved()
-        self.buffers = _Buffers(module, with_bytes=False)
-        self.generations = [unit.generation for unit in block.units]
         return result
 
     def _again(self, block: Block, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        assert self.buffers is not None
-        known = {each.key for each in self.changed}
-        since = next((each for each in self.buffers.changed() if each.key not in known), None)
-        if since is not None:
-            raise _refusal(block, f"was followed by a change of its buffer {since.name}")
+        if (written := self.buffers.written()) is not None:
+            raise _refusal(block, f"was followed by a change of {written}")
         block.calls_again += 1
-        saves = here.stack.saves
-        modes, now, after = _modes(module), self.draws.now(), [each.as_it_is() for each in self.changed]
+        stack = here.stack
+        saves, modes, now, others = stack.saves, _modes(module), self.draws.now(), self.buffers.replaced()
         mine: list[tuple[torch.Tensor, int]] = []
+        whole = True
         try:
-            for each in self.changed:
-                each.put()
+            self.buffers.put()
             self.draws.restore()
             _set_modes(module, self.modes)
-            here.stack.saves = mine
+            stack.saves = mine
             block.begin(module, args)
             if [unit.generation for unit in block.units] != self.generations:
                 raise _refusal(
@@ -269,72 +276,72 @@ class _Call:
                 )
             try:
                 return block.forward(module)(*args, **kwargs)
-            finally:  # also when torch has what it wants, and breaks off
-                block.end(module, args, None)
-        finally:
-            try:
-                for each in after:
-                    each.put()
             finally:
-                here.stack.saves = saves
-                _set_modes(module, modes)
+                block.end(module, args, None)
+        except BaseException as error:
+            whole = isinstance(error, _StopRecomputationError)  # torch has what it wants
+            raise
+        finally:
+            stack.saves = saves
+            try:
                 now.restore()
-            _require_unchanged(mine)
-
-
-class _Buffer:
-    """A buffer of one of a block's modules, as it was when this was made. `bytes`: a copy, where one was asked for and
-    the tensor is of the usual kind."""
-
-    def __init__(self, held: dict, name: str, buffer: torch.Tensor | None, with_bytes: bool):
-        self.held, self.name, self.buffer = held, name, buffer
-        self.version = 0 if buffer is None else buffer._version
-        self.bytes = (
-            buffer.detach().clone() if with_bytes and buffer is not None and _is_usual(buffer) else None
-        )
-
-    @property
-    def key(self) -> tuple[int, str]:
-        return id(self.held), self.name
-
-    def has_changed(self) -> bool:
-        """BatchNorm counts no version of its means: only the bytes tell."""
-        if self.buffer is None or self.held.get(self._local) is not self.buffer:
-            return True
-        return self.buffer._version != self.version or (
-            self.bytes is not None and not _same_bytes(self.buffer, self.bytes)
-        )
-
-    def as_it_is(self) -> _Buffer:
-        return _Buffer(self.held, self.name, self.held.get(self._local), with_bytes=True)
-
-    def put(self) -> None:
-        """By `data`, which counts no version: for autograd nothing has changed when all is put back."""
-        self.held[self._local] = self.buffer
-        if self.buffer is not None and self.bytes is not None:
-            with DisableTorchFunction(), torch.no_grad():
-                self.buffer.data.copy_(self.bytes)
-
-    @property
-    def _local(self) -> str:
-        return self.name.rpartition(".")[2]
+            finally:
+                _set_modes(module, modes)
+                for held, name, buffer in others:
+                    held[name] = buffer
+            if whole:
+                _require_unchanged(mine)
+            mine.clear()
 
 
 class _Buffers:
-    """All of a block's, as they were when this was made."""
+    """All of a block's, as they were when this was made. `with_bytes`: with copies of those that are of the usual kind;
+    else only what counts versions is noticed."""
 
     def __init__(self, module: nn.Module, with_bytes: bool):
         with DisableTorchFunction(), torch.no_grad():
             self._all = [
-                _Buffer(part._buffers, f"{path}.{name}" if path else name, buffer, with_bytes)
+                (
+                    part._buffers,
+                    name,
+                    f"its buffer {path}.{name}" if path else f"its buffer {name}",
+                    buffer,
+                    buffer._version,
+                    buffer.clone() if with_bytes and _is_usual(buffer) else None,
+                )
                 for path, part in module.named_modules()
                 for name, buffer in part._buffers.items()
                 if buffer is not None
             ]
 
-    def changed(self) -> list[_Buffer]:
+    def changed(self) -> str | None:
+        """The first that is another, or has other bytes, in words. BatchNorm counts no version of its means."""
         with DisableTorchFunction(), torch.no_grad():
-            return [each for each in self._all if each.has_changed()]
+            for held, name, words, buffer, version, copy in self._all:
+                if held.get(name) is not buffer or buffer._version != version:
+                    return words
+                if copy is not None and not _same_bytes(buffer, copy):
+                    return words
+        return None
+
+    def written(self) -> str | None:
+        """The first into which something has written, in words."""
+        return next(
+            (words for _, _, words, buffer, version, _ in self._all if buffer._version != version), None
+        )
+
+    def replaced(self) -> list[tuple[dict, str, Any]]:
+        """What is in the place of some now."""
+        return [
+            (held, name, held.get(name))
+            for held, name, _, buffer, *_ in self._all
+            if held.get(name) is not buffer
+        ]
+
+    def put(self) -> None:
+        """Each is in its place."""
+        for held, name, _, buffer, *_ in self._all:
+            held[name] = buffer
 
 
 def _is_usual(tensor: torch.Tensor) -> bool:
@@ -345,6 +352,16 @@ def _is_usual(tensor: torch.Tensor) -> bool:
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def _versions(leaves: Iterable[Any]) -> list[tuple[torch.Tensor, int]]:
+    return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _written(given: list[tuple[torch.Tensor, int]]) -> str | None:
+    """The first of these arguments that was changed in place, in words."""
+    changed = next((leaf for leaf, version in given if leaf._version != version), None)
+    return None if changed is None else f"its argument of shape {list(changed.shape)}"
 
 
 def _modes(module: nn.Module) -> Modes:

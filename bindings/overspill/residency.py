@@ -81,7 +81,7 @@ class Residency:
         self.gradients, self.folder = held, folder
         self.freed = heap.Freed()
         self.moving: moving.Moving | None = None  # set where the engine keeps activations
-        self.told_of_arguments = False  # which recompute.py cannot give to a block again
+        self.told_what_is_kept = False  # of blocks that recompute.py was to compute again
         self.recomputes: str | None = None  # what of the model, in words
         self.planner: recompute_plan.Planner | None = None  # until it has chosen what is computed again
         self.closed: str | None = None  # why it cannot be used any more

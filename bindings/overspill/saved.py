@@ -125,12 +125,16 @@ def _moving() -> Moving | None:
 
 def compose(user_pack: Callable, user_unpack: Callable) -> tuple[Callable, Callable]:
     """A user's hooks, with weights taken out before they see them. torch runs the innermost pair only."""
+    inside = (
+        calls.here.stack.saves is not None
+    )  # of a block that is computed again: the script looks after these
 
     def composed_pack(tensor: torch.Tensor) -> Any:
         with DisableTorchFunction():
             handle = _handle(tensor)
-            if handle is None and calls.here.stack.saves is not None and _has_memory(tensor):
-                calls.here.stack.saves.append((tensor.detach(), tensor._version))
+            saves = None if handle is not None or inside else calls.here.stack.saves
+            if saves is not None and _has_memory(tensor):
+                saves.append((tensor.detach(), tensor._version))
         return user_pack(tensor) if handle is None else handle
 
     def composed_unpack(saved: Any) -> torch.Tensor:

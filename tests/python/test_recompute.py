@@ -46,7 +46,29 @@ def test_bit_equal_to_plain(name, arena, again, monkeypatch):
     for i in range(3):
         step_beside(engine, plain, i, batch(i))
     compare(engine, plain)
-    assert (calls_again(engine) > 0) == (name in COMPUTES_AGAIN), "else the script checkpoints"
+    assert (calls_again(engine) > 0) == (name in COMPUTES_AGAIN), (
+        "else the script checkpoints, or a block changes buffers"
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{"speculate": True, "clipping": 4.0}, {"accumulation": 2}], ids=["guesses", "sums"]
+)
+def test_updates_beside_it(options, again):
+    """Weights that updates change between passes are no edits."""
+    model, batch = built("llama")
+    plain = Plain(built("llama")[0])
+    options = {"clipping": 0.5} | options
+    engine = again(model, placement="nvme", **options)
+    if "accumulation" in options:
+        for i in range(6):
+            engine.backward(engine(*batch(i)))
+            engine.step()
+    else:
+        for i in range(4):
+            step_beside(engine, plain, i, batch(i))
+        compare(engine, plain)
+    assert calls_again(engine) == (17 if "accumulation" in options else 11)
 
 
 def gradients_of(work, again=None, passes=1, arena=None, expect_again=True, **options):
@@ -68,6 +90,24 @@ def gradients_of(work, again=None, passes=1, arena=None, expect_again=True, **op
 def reassigns_a_buffer(part, x):
     part.seen = part.seen + x.detach().mean(0)
     return x * (1 + part.seen)
+
+
+def adds_by_data(part, x):
+    with torch.no_grad():
+        part.second.weight.data.mul_(0.9)
+    return x.tanh()
+
+
+def clamps_a_weight(part, x):
+    with torch.no_grad():
+        part.second.weight.clamp_(-0.1, 0.1)
+    return x.tanh()
+
+
+def differentiates(part, x):
+    """A backward inside of forward."""
+    y = x.detach().requires_grad_()
+    return x + torch.autograd.grad(part.first(y).square().sum(), y, create_graph=True)[0]
 
 
 def check(work, again, passes=1, arena=None, expect_again=True, **options):
@@ -104,19 +144,28 @@ def fills_what_it_saves(part, x):
 @pytest.mark.parametrize("passes", [1, 3], ids=["once", "three_times"])
 @pytest.mark.parametrize(
     "work",
-    [
-        plainly,
-        draws_from_all,
-        counts_in_a_buffer,
-        reassigns_a_buffer,
-        writes_by_data,
-        in_place,
-        fills_what_it_saves,
-    ],
+    [plainly, draws_from_all, in_place, fills_what_it_saves, differentiates],
     ids=lambda work: work.__name__,
 )
-def test_same_gradients_buffers_and_random_numbers(work, passes, again):
+def test_same_gradients_and_random_numbers(work, passes, again):
     check(work, again, passes)
+
+
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        (counts_in_a_buffer, "its buffer seen"),
+        (reassigns_a_buffer, "its buffer seen"),
+        (writes_by_data, "its buffer seen"),
+        (adds_by_data, "its weights"),
+        (clamps_a_weight, "its weights"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_blocks_that_change_what_they_have_are_left_alone_and_told_once(work, said, again):
+    with pytest.warns(UserWarning, match=rf"a call of the block parts\.0 changes {said}, so") as told:
+        check(work, again, expect_again=False)
+    assert len([each for each in told if "overspill" in str(each.message)]) == 1
 
 
 def test_what_is_left_moves(again):
@@ -133,7 +182,7 @@ def test_a_function_that_fills_what_it_saves_may_be_a_blocks_last(again):
     for net in plain, engine:
         torch.manual_seed(4)
         net(torch.randn(512, 32)).square().mean().backward()
-    assert calls_again(engine) == 3
+    assert calls_again(engine) == 2
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(bits(one.grad), bits(other.grad))
 
@@ -147,46 +196,6 @@ def test_what_a_block_changes_after_it_was_saved_is_refused_as_torch_does(again)
     engine = again(Repeats(work))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         engine(torch.randn(4, 32)).backward()
-
-
-def test_backward_in_another_mode_has_that_of_forward(again):
-    def work(part, x):
-        return nn.functional.dropout(x * 0.9, 0.3) if part.training else x
-
-    plain, model = Repeats(work), Repeats(work)
-    engine = again(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
-    for net in plain, engine:
-        torch.manual_seed(4)
-        loss = net(torch.randn(16, 32))
-        net.eval()
-        loss.backward()
-    assert calls_again(engine) == 3 and not any(part.training for part in model.modules())
-    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(bits(one.grad), bits(other.grad))
-
-
-@pytest.mark.parametrize("change", ["in place", "another"])
-def test_a_buffer_that_the_script_changes_between_is_refused(change, again):
-    engine = again(Repeats(lambda part, x: x * part.seen))
-    loss = engine(torch.randn(4, 32))
-    if change == "in place":
-        engine.module.parts[1].seen.add_(1)
-    else:
-        engine.module.parts[1].seen = torch.ones(32)
-    with pytest.raises(RuntimeError, match=r"a call of parts\.1 was followed by a change of its buffer seen"):
-        loss.backward()
-
-
-def test_weights_that_a_step_changes_between_are_refused(again):
-    """Autocast's copies of weights are no weights, and say nothing."""
-    engine = again(Repeats(plainly))
-    x = torch.randn(4, 32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        first, second = engine(x), engine(x)
-    engine.backward(first)
-    engine.step()
-    with pytest.raises(RuntimeError, match=r"change of its weights|has been updated since"):
-        second.backward()
 
 
 def test_a_graph_that_is_kept_does_not_keep_the_engine(config):
@@ -219,16 +228,7 @@ def test_a_buffer_of_another_kind(again):
     model.parts = nn.ModuleList(Graph() for _ in range(3))
     engine = again(model)
     engine(torch.randn(16, 32)).backward()
-    assert calls_again(engine) == 3
-
-
-def test_other_weights_for_one_call(again):
-    """torch.func.functional_call: what it puts in is kept, not computed again on the engine's."""
-    model = Repeats(plainly)
-    engine = again(model)
-    others = {name: torch.randn_like(p).requires_grad_() for name, p in Repeats(plainly).named_parameters()}
-    torch.func.functional_call(model, others, (torch.randn(4, 32),)).backward()
-    assert calls_again(engine) == 0 and all(other.grad is not None for other in others.values())
+    assert calls_again(engine) == 2
 
 
 def test_generators_that_nobody_draws_from_are_left_alone(again):
@@ -244,71 +244,7 @@ def test_generators_that_nobody_draws_from_are_left_alone(again):
     loss = engine(torch.randn(4, 32))
     random.seed(9), numpy.random.seed(9)
     loss.backward()
-    assert len(set(drawn)) == 3, "each goes on from the one before"
-
-
-class Norm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.convolution, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
-
-    def forward(self, x):
-        return x + self.norm(self.convolution(x)).relu()
-
-
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
-def test_statistics_change_once(norm, again):
-    def model():
-        torch.manual_seed(3)
-        net = nn.Sequential(*(Norm() for _ in range(3)))
-        for part in net:
-            part.norm = norm(4, affine=True, track_running_stats=True)
-        return net
-
-    plain, mine = model(), model()
-    engine = again(mine, optimizer=torch.optim.SGD(mine.parameters(), lr=0.0))
-    for i in range(3):
-        torch.manual_seed(i)
-        x = torch.randn(2, 4, 8, 8)
-        for net in plain, engine:
-            net(x).square().mean().backward()
-    assert calls_again(engine) == 3, "of the first pass"
-    for (name, one), other in zip(plain.named_buffers(), mine.buffers(), strict=True):
-        assert torch.equal(one, other), name
-    for one, other in zip(plain.parameters(), mine.parameters(), strict=True):
-        assert torch.equal(bits(one.grad), bits(other.grad))
-
-
-def test_a_buffer_that_changes_later_is_refused(again):
-    later = []
-
-    def work(part, x):
-        if later:
-            part.seen += 1
-        return x * (1 + part.seen)
-
-    model = Repeats(work)
-    engine = again(model)
-    engine(torch.randn(4, 32)).backward()
-    later.append(True)
-    with pytest.raises(
-        RuntimeError, match=r"a call of parts\.0 changed its buffer seen, which its first call did not"
-    ):
-        engine(torch.randn(4, 32))
-
-
-def test_an_argument_that_a_block_changes_in_place_is_refused(again):
-    class Changes(Part):
-        def forward(self, x):
-            return self.second(x.mul_(2))
-
-    model = Repeats(plainly)
-    model.parts = nn.ModuleList(Changes(plainly) for _ in range(3))
-    engine = again(model)
-    with pytest.raises(
-        RuntimeError, match=r"a call of parts\.0 changed its argument of shape \[4, 32\] in place"
-    ):
-        engine(torch.randn(4, 32))
+    assert len(set(drawn)) == 2, "each goes on from the one before"
 
 
 class Cache:
@@ -323,7 +259,7 @@ def extends(part, x, cache):
 
 def test_a_cache_is_left_alone_and_told_once(again):
     wanted, *_ = gradients_of(lambda part, x, cache: extends(part, x, Cache()), cache=None)
-    with pytest.warns(UserWarning, match=r"block parts\.0 gets an argument of class Cache") as told:
+    with pytest.warns(UserWarning, match=r"the block parts\.0 gets an argument of class Cache") as told:
         found, *_ = gradients_of(
             lambda part, x, cache: extends(part, x, Cache()), again, expect_again=False, cache=Cache()
         )
@@ -344,7 +280,7 @@ def test_a_list_that_grows_is_as_it_was(again):
         seen = []
         net(x, seen=seen).backward()
         assert len(seen) == 3, "the script's list has one entry of each call"
-    assert calls_again(engine) == 3
+    assert calls_again(engine) == 2
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(bits(one.grad), bits(other.grad))
 
@@ -393,7 +329,7 @@ def test_llama_as_transformers_makes_it(again):
     assert calls_again(engine) == 0
     model.model.config.use_cache = False
     engine(*batch(0)).backward()
-    assert calls_again(engine) == 3
+    assert calls_again(engine) == 2, "all but the first"
 
 
 def test_hooks_of_the_script_run_once(again):
@@ -401,7 +337,7 @@ def test_hooks_of_the_script_run_once(again):
     engine = again(model)
     model.parts[1].register_forward_hook(lambda *_: seen.append(1))
     engine(torch.randn(4, 32)).backward()
-    assert len(seen) == 1 and calls_again(engine) == 3
+    assert len(seen) == 1 and calls_again(engine) == 2
 
 
 def test_an_error_inside_leaves_the_engine_usable(again):
@@ -449,7 +385,7 @@ def test_autocast_is_that_of_forward(again):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = net(x)
         loss.backward()
-    assert calls_again(engine) == 3
+    assert calls_again(engine) == 2
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(bits(one.grad), bits(other.grad))
 
@@ -476,7 +412,7 @@ def test_micro_batches_that_pass_units_together(counts, config, monkeypatch):
         return found
 
     (losses, weights, _), (ours, our_weights, again) = run("none"), run("blocks")
-    assert again == (0 if counts else 3 * 3), "the first step finds out"
+    assert (again > 0) != counts
     assert torch.equal(bits(losses), bits(ours))
     for name, weight in weights.items():
         assert_same(name, our_weights[name], weight)
