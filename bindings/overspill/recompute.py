@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction, _autograd
 from torch.utils import _pytree
-from torch.utils.checkpoint import _StopRecomputationError, checkpoint
+from torch.utils import checkpoint as checkpoints
 
 from . import saved, showing
 from .calls import here, in_backward
@@ -38,6 +38,7 @@ from .segments import registry
 
 Modes = tuple[bool, ...]  # `training` of a block's modules
 
+_BREAKS_OFF = getattr(checkpoints, "_StopRecomputationError", ())
 _CONTAINERS = (tuple, list, dict)
 _FIXED = (
     torch.Tensor, nn.Parameter, type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype,
@@ -155,7 +156,7 @@ class Block:
             return self._learn(module, modes, leaves, args, kwargs)
         once = _Call(self, module, modes, (args, kwargs), form)
         del args, kwargs
-        return checkpoint(once, *leaves, use_reentrant=False, preserve_rng_state=False)
+        return checkpoints.checkpoint(once, *leaves, use_reentrant=False, preserve_rng_state=False)
 
     def _keep(self, module: nn.Module, modes: Modes, leaves: list, args: tuple, kwargs: dict) -> Any:
         """As without the key; measured for the planner, if the block could be computed again."""
@@ -203,9 +204,8 @@ class Block:
             return False
         if any(self.changes.values()) and self.changes.get(_modes(module), False):
             return False
-        if module.training and getattr(
-            module, "gradient_checkpointing", False
-        ):  # transformers' forward does it
+        its_own = getattr(module, "gradient_checkpointing", False)  # in its forward, as transformers has it
+        if its_own and module.training:
             return False
         if any(held.get(name) is not parameter for held, name, parameter in self._parameters):
             return False
@@ -279,7 +279,7 @@ class _Call:
             finally:
                 block.end(module, args, None)
         except BaseException as error:
-            whole = isinstance(error, _StopRecomputationError)  # torch has what it wants
+            whole = isinstance(error, _BREAKS_OFF)  # torch has what it wants
             raise
         finally:
             stack.saves = saves
