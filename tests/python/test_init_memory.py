@@ -14,6 +14,7 @@ from tiny import BINDINGS
 JOB = Path(__file__).with_name("init_job.py")
 LIMIT = 570 << 20  # of which torch and transformers take about 370 MiB; in fp32 the model alone has 589
 ALLOWED_MIB = 150  # a budget of 100, the rest for activations, one parameter, and torch's caches
+MERGE_MIB = 240  # sixteen threads' buffers beside what the process keeps from before; the model has 295
 
 
 def run(how, dtype, folder, **options):
@@ -32,6 +33,12 @@ def run(how, dtype, folder, **options):
     return 0, json.loads(process.stdout.splitlines()[-1])
 
 
+def too_large(found):
+    """Phases that took more than they may."""
+    allowed = {"merge": MERGE_MIB}
+    return {name for name, most in found["peak_mib"].items() if most > allowed.get(name, ALLOWED_MIB)}
+
+
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory):
     return tmp_path_factory.mktemp("disk")
@@ -46,7 +53,7 @@ def built(disk):
 
 
 def test_building_and_training(built, disk):
-    assert {name for name, most in built["peak_mib"].items() if most > ALLOWED_MIB} == set(), built
+    assert not too_large(built), built
     assert built["peak_mib"]["build"] < 50, "one parameter is 6 MiB"
     assert built["mapped_mib"]["build"] < 120, "64, one parameter, libraries; the model has 295"
     assert len(list((disk / "merged").glob("*.safetensors"))) > 1
@@ -55,7 +62,7 @@ def test_building_and_training(built, disk):
 def test_loading(built, disk):
     code, found = run("stream", "bf16", disk)
     assert code == 0, found
-    assert {name for name, most in found["peak_mib"].items() if most > ALLOWED_MIB} == set(), found
+    assert not too_large(found), found
     assert found["losses"][0] < built["losses"][0], "not the weights that were trained"
 
 
