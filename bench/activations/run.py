@@ -100,7 +100,7 @@ def main() -> int:
                 children[name] = child
                 child.ask(
                     do="turn", steps=3
-                )  # the first makes what later ones have, the third follows the choice
+                )  # the first makes what later ones have, the third follows "auto"
             result["parameters"] = children["plain"].hello["parameters"]
             print(
                 f"{machine()}; {result['parameters'] / 1e6:.0f} M parameters, {args.length} tokens",

@@ -142,14 +142,14 @@ class Block:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module()
         assert module is not None
-        if not self._applies(module):
+        modes = _modes(module)
+        if not self._applies(module) or self.changes.get(modes, False):
             return self.forward(module)(*args, **kwargs)
         leaves, form = _pytree.tree_flatten((args, kwargs), lambda value: type(value) not in _CONTAINERS)
         unknown = next((value for value in leaves if type(value) not in _FIXED), None)
         if unknown is not None:
             self._tell_of(unknown)
             return self.forward(module)(*args, **kwargs)
-        modes = _modes(module)
         if not self.chosen:
             return self._keep(module, modes, leaves, args, kwargs)
         if modes not in self.changes:
@@ -201,8 +201,6 @@ class Block:
         if not torch.is_grad_enabled() or self.owner.closed or in_backward() or here.is_on_copies():
             return False
         if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
-            return False
-        if any(self.changes.values()) and self.changes.get(_modes(module), False):
             return False
         its_own = getattr(module, "gradient_checkpointing", False)  # in its forward, as transformers has it
         if its_own and module.training:

@@ -125,9 +125,8 @@ def _moving() -> Moving | None:
 
 def compose(user_pack: Callable, user_unpack: Callable) -> tuple[Callable, Callable]:
     """A user's hooks, with weights taken out before they see them. torch runs the innermost pair only."""
-    inside = (
-        calls.here.stack.saves is not None
-    )  # of a block that is computed again: the script looks after these
+    # Inside a block that is computed again the script looks after what its own hooks take.
+    inside = calls.here.stack.saves is not None
 
     def composed_pack(tensor: torch.Tensor) -> Any:
         with DisableTorchFunction():

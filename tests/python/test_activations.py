@@ -6,6 +6,7 @@ import gc
 import disks
 import pytest
 import torch
+from recompute_scene import ARENA
 from test_zoo import assert_same, bits, compare, step_beside
 from torch import nn
 from zoo import ZOO, build
@@ -15,7 +16,7 @@ from overspill import _core, memory, moving
 from overspill.config import Config
 from plain import Plain
 
-ARENA = 64 << 10
+pytest_plugins = "recompute_scene"
 
 
 @pytest.fixture(autouse=True)
@@ -24,22 +25,13 @@ def small_ones_too(monkeypatch):
 
 
 @pytest.fixture
-def keeps(config):
+def keeps(again):
     """Makes engines with an arena of some KiB: most of what forward saves goes to the disk."""
-    made = []
 
-    def make(model, placement="nvme", arena=ARENA, optimizer=None, **options):
-        settings = config(placement, job=f"job{len(made)}", **options)
-        settings["budget"]["activations"] = arena
-        if optimizer is not None:
-            del settings["optimizer"]
-        engine, *_ = overspill.initialize(model, settings, optimizer)
-        made.append(engine)
-        return engine
+    def make(model, placement="nvme", arena=ARENA, optimizer=None, recompute="none", **options):
+        return again(model, placement, arena, optimizer, recompute, **options)
 
-    yield make
-    for engine in made:
-        engine.close()
+    return make
 
 
 def nothing_is_kept(engine):
