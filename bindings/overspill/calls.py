@@ -88,7 +88,7 @@ class Stack:
     """The calls under way in one thread, outermost first. `claimed`: the frame in which the thread began to work,
     dropped when the work ends, since a frame keeps alive all that it and its callers refer to. `alone`: the frame of
     the outermost `Alone`, which outlasts the calls inside. `remove_modes`: removes all or some of the modes that were
-    set for these calls; None: none were. `exempt`: the thread takes turns with others. `refuses`: name and frame of the
+    set for these calls, and the hooks above; None: none were. `exempt`: the thread takes turns with others. `refuses`: name and frame of the
     call in the middle of which no engine works (`NothingElse`). `leaves`: what autograd saves now stays with torch.
     `saves`: of a block that is computed again, the tensors that autograd saves, and their versions."""
 
@@ -102,7 +102,7 @@ class Stack:
         self.claimed: FrameType | None = None
         self.alone: FrameType | None = None
         self.refuses: tuple[str, FrameType] | None = None
-        self.remove_modes: Callable[[], None] | None = None
+        self.remove_modes: Callable[[], list[tuple[Any, Any]]] | None = None
 
     def is_left(self) -> bool:
         """Of another thread: whether it went and left calls that were broken off."""
@@ -113,10 +113,14 @@ class Stack:
         """Its name, or its number where it has none."""
         return next((t.name for t in threading.enumerate() if t.ident == self.ident), str(self.ident))
 
-    def without_modes(self) -> None:
-        if self.remove_modes is not None:
-            self.remove_modes()
-            self.remove_modes = None
+    def without_modes(self) -> list[tuple[Any, Any]]:
+        """Returns the pairs of hooks that lay above the engine's, innermost first. Where the calls were broken off they
+        are left-overs: a `with` in the model's forward was struck before it could take its own away."""
+        if self.remove_modes is None:
+            return []
+        above = self.remove_modes()
+        self.remove_modes = None
+        return above
 
     def frames(self, wanted: list[FrameType | None]) -> list[FrameType | None]:
         """Those of `wanted` that are on the stack of this thread."""

@@ -195,11 +195,9 @@ class Guard:
 
     def begin_backward(self, python: FrameType) -> Call:
         """Touches no engine: most models have none."""
-        stack = here.stack
-        call = Call(stack, python)
-        if stack.calls and not stack.calls[-1].is_on(python):
-            calls.settle(python)
-        self._begin(call, stack)
+        self.forget_broken(python)
+        call = Call(here.stack, python)
+        self._begin(call, here.stack)
         return call
 
     def _begin(self, call: Call, stack: Stack) -> None:
@@ -211,6 +209,12 @@ class Guard:
             stack.remove_modes = self.remove_modes
             saved.push_hooks()
             torch._C._push_on_torch_function_stack(self.mode)
+
+    def forget_broken(self, python: FrameType) -> None:
+        """Ends the calls of this thread that were broken off. `python`: the frame on top of its stack."""
+        stack = here.stack
+        if stack.calls and not stack.calls[-1].is_on(python):
+            calls.settle(python)
 
     def end_backward(self, call: Call) -> None:
         stack = here.stack
@@ -235,7 +239,8 @@ class Guard:
         """The books are open."""
         calls.end(call, stack)
         if call.guards:
-            stack.without_modes()
+            for pair in reversed(stack.without_modes()):
+                _autograd._push_saved_tensors_default_hooks(*pair)
 
     def unwind(self, stack: Stack, python: FrameType) -> None:
         """Ends the calls that an exception ended, with a frame of this thread on top of the stack. The books are open;
@@ -245,10 +250,13 @@ class Guard:
                 calls.settle(python)
                 books.open = True
             else:
-                self.end(stack.calls[-1], stack)
+                call = stack.calls[-1]
+                calls.end(call, stack)
+                if call.guards:
+                    stack.without_modes()
 
-    def remove_modes(self) -> None:
-        """Whatever else is on stays on."""
+    def remove_modes(self) -> list[tuple[Any, Any]]:
+        """Other modes stay on. Returns the hooks that lay above the engine's, innermost first; they are gone, too."""
         above = []
         for place in reversed(range(torch._C._len_torch_function_stack())):
             if torch._C._get_function_stack_at(place) is self.mode:
@@ -259,14 +267,7 @@ class Guard:
                     torch._C._push_on_torch_function_stack(mode)
                 break
             above.append(torch._C._get_function_stack_at(place))
-        users = []
-        while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
-            _autograd._pop_saved_tensors_default_hooks()
-            if top[0] is saved.pack or hasattr(top[0], "overspill_guard"):
-                break
-            users.append(top)
-        for pair in reversed(users):
-            _autograd._push_saved_tensors_default_hooks(*pair)
+        return saved.pop_hooks()
 
 
 guard = Guard()

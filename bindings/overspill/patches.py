@@ -86,6 +86,8 @@ def _weight_of(tensor: Any) -> Any:
 
 
 def enter_saved_tensors_hooks(self: graph.saved_tensors_hooks) -> None:
+    with DisableTorchFunction():
+        guard.forget_broken(sys._getframe())  # or its left-overs would lie below these
     pair = saved.compose(self.pack_hook, self.unpack_hook)
     torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 

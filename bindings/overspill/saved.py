@@ -8,6 +8,7 @@ when no hooks are set, so that an in-place change between forward and backward r
 
 from __future__ import annotations
 
+import functools
 import sys
 from bisect import bisect_right
 from collections.abc import Callable
@@ -158,10 +159,24 @@ def push_hooks() -> None:
     users = _autograd._top_saved_tensors_default_hooks(True)
     if users is None:
         _autograd._push_saved_tensors_default_hooks(pack, unpack)
-    elif not hasattr(users[0], "overspill_composed"):
-        ours, theirs = compose(*users)
-        ours.overspill_guard = True  # type: ignore[attr-defined]
-        _autograd._push_saved_tensors_default_hooks(ours, theirs)
+        return
+    is_composed = hasattr(users[0], "overspill_composed")
+    ours, theirs = (functools.partial(users[0]), users[1]) if is_composed else compose(*users)
+    ours.overspill_guard = ours.overspill_composed = True  # type: ignore[attr-defined]
+    _autograd._push_saved_tensors_default_hooks(ours, theirs)
+
+
+def pop_hooks() -> list[tuple[Any, Any]]:
+    """Undoes push_hooks. Returns the pairs that lay above, innermost first, which are gone, too."""
+    above: list[tuple[Any, Any]] = []
+    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        _autograd._pop_saved_tensors_default_hooks()
+        if top[0] is pack or hasattr(top[0], "overspill_guard"):
+            return above
+        above.append(top)
+    for pair in reversed(above):  # ours were not there: Ctrl-C struck before they were
+        _autograd._push_saved_tensors_default_hooks(*pair)
+    return []
 
 
 def are_refused() -> bool:

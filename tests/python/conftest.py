@@ -33,12 +33,20 @@ def heeds_ctrl_c():
 
 
 @pytest.fixture(autouse=True)
-def leaves_the_grad_mode_on():
-    """Names the test that leaves torch's grad mode off, in place of the next one that trains."""
+def leaves_torch_as_it_was():
+    """Names the test that leaves torch's grad mode off, or hooks of saved tensors or function modes on, in place of the
+    next ones that train."""
     yield
-    on = torch.is_grad_enabled()
-    torch.set_grad_enabled(True)
-    assert on, "this test left torch's grad mode off"
+    left = []
+    if not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+        left.append("torch's grad mode off")
+    while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        left.append(f"the hook of saved tensors {hooks[0].__module__}.{hooks[0].__qualname__} on")
+    while torch._C._len_torch_function_stack() > 0:
+        left.append(f"the function mode {type(torch._C._pop_torch_function_stack()).__name__} on")
+    assert not left, f"this test left {', '.join(left)}"
 
 
 @pytest.fixture(scope="session")

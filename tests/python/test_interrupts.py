@@ -2,6 +2,7 @@
 interrupted."""
 
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -9,7 +10,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from interrupts import OVERSPILL, Interrupter
+from interrupts import OVERSPILL, TENSORS, Interrupter
 from scene import is_released
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -174,6 +175,62 @@ def test_interrupts_at_random_moments(config, tmp_path):
 @pytest.mark.long
 def test_interrupts_at_a_thousand_random_moments(config, tmp_path):
     check_draws(config, tmp_path, LONG_DRAWS)
+
+
+class OfHooks(Interrupter):
+    """Strikes where hooks of saved tensors come and go: where torch's checkpoint in the model's forward puts its own on,
+    and takes them away."""
+
+    def _strike(self, frame):
+        if frame.f_code.co_name in ("enter_saved_tensors_hooks", "__exit__"):
+            super()._strike(frame)
+
+
+@pytest.mark.parametrize("recompute", ["none", "blocks"])
+def test_an_interrupt_leaves_no_hooks_of_saved_tensors(recompute, config, tmp_path):
+    files = (f"{OVERSPILL}/patches.py", TENSORS)
+    settings = functools.partial(config, recompute=recompute)
+    counting = OfHooks(folders=files)
+    loop = Loop(settings, tmp_path / "counted", True)
+    expected = loop.run(counting, 1)
+    loop.close()
+    assert counting.count > 10
+    for at in range(counting.count):
+        struck = OfHooks(at, files)
+        loop = Loop(settings, tmp_path / str(at), at % 2 == 0)
+        try:
+            losses, *_, loaded = loop.run(struck, 1)
+            assert losses == expected[0] and same(loaded, expected[3]), struck.place
+        except BaseException as error:
+            raise AssertionError(struck.place) from error
+        finally:
+            loop.close()
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before_the_engine", "beside_the_engine"])
+def test_hooks_around_an_interrupted_call_stay(before, config):
+    packed, interrupted = [], []
+
+    class Struck(nn.Module):
+        def forward(self, x):
+            if not interrupted:
+                interrupted.append(torch.autograd.graph.saved_tensors_hooks(str, str))
+                interrupted[0].__enter__()  # as if Ctrl-C had struck before the `with` could leave it
+                raise KeyboardInterrupt
+            return x
+
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), Struck(), nn.Linear(16, 16))
+    engine = None if before else overspill.initialize(model, config())[0]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+        engine = engine or overspill.initialize(model, config())[0]
+        with contextlib.suppress(KeyboardInterrupt):
+            model(batch(0))
+        packed.clear()
+        loss = model(batch(0)).square().sum()
+        assert len(packed) > 3
+        loss.backward()
+    clean()
+    engine.close()
 
 
 # ---- the beginning and the end of an engine
