@@ -88,9 +88,10 @@ class Stack:
     """The calls under way in one thread, outermost first. `claimed`: the frame in which the thread began to work,
     dropped when the work ends, since a frame keeps alive all that it and its callers refer to. `alone`: the frame of
     the outermost `Alone`, which outlasts the calls inside. `remove_modes`: removes all or some of the modes that were
-    set for these calls, and the hooks above; None: none were. `exempt`: the thread takes turns with others. `refuses`: name and frame of the
-    call in the middle of which no engine works (`NothingElse`). `leaves`: what autograd saves now stays with torch.
-    `saves`: of a block that is computed again, the tensors that autograd saves, and their versions."""
+    set for these calls, and the hooks above; None: none were. `exempt`: the thread takes turns with others. `refuses`:
+    name and frame of the call in the middle of which no engine works (`NothingElse`). `leaves`: what autograd saves now
+    stays with torch. `saves`: of a block that is computed again, the tensors that autograd saves, and their
+    versions."""
 
     __slots__ = ("alone", "calls", "claimed", "exempt", "ident", "leaves", "refuses", "remove_modes", "saves")
 

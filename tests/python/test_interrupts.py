@@ -178,8 +178,7 @@ def test_interrupts_at_a_thousand_random_moments(config, tmp_path):
 
 
 class OfHooks(Interrupter):
-    """Strikes where hooks of saved tensors come and go: where torch's checkpoint in the model's forward puts its own on,
-    and takes them away."""
+    """Strikes where torch's checkpoint in the model's forward puts its hooks of saved tensors on or takes them away."""
 
     def _strike(self, frame):
         if frame.f_code.co_name in ("enter_saved_tensors_hooks", "__exit__"):
