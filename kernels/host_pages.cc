@@ -61,4 +61,13 @@ HostPages::~HostPages() {
   if (data_ != nullptr) ::munmap(data_, static_cast<size_t>(mapped_bytes(bytes_)));
 }
 
+void populate([[maybe_unused]] std::span<std::byte> memory) noexcept {
+#ifdef MADV_POPULATE_WRITE
+  if (memory.empty()) return;
+  const auto begin = reinterpret_cast<uintptr_t>(memory.data());
+  const size_t before = begin % kSmallBytes;
+  ::madvise(memory.data() - before, memory.size() + before, MADV_POPULATE_WRITE);  // rounds the length up
+#endif
+}
+
 }  // namespace overspill::kernels

@@ -2,12 +2,15 @@
 
 #include <algorithm>
 #include <span>
+#include <system_error>
+#include <thread>
 
 #include "base/mutex.h"
 #include "engine/checkpoint/manifest_check.h"
 #include "engine/checkpoint/side_by_side.h"
 #include "io/checksum.h"
 #include "io/page_buffer.h"
+#include "kernels/host_pages.h"
 
 namespace overspill::engine {
 namespace {
@@ -86,6 +89,7 @@ class Restorer {
     const auto threads = static_cast<int>(std::clamp<int64_t>(
         buffered_most_ == 0 ? kRestoreThreads : kRestoreBuffers / buffered_most_, 1, kRestoreThreads));
     std::vector<io::PageBuffer> buffers(static_cast<size_t>(threads));
+    const std::jthread ahead = start_populating();
     side_by_side(
         std::ssize(steps_), threads,
         [&](int worker, int64_t item) {
@@ -100,6 +104,20 @@ class Restorer {
   }
 
  private:
+  /// A new engine's memory has no pages yet. No thread: the readers get them one by one.
+  std::jthread start_populating() const {
+    try {
+      return std::jthread([this](const std::stop_token& stop) {
+        for (const RestoreStep& step : steps_) {
+          if (stop.stop_requested()) return;
+          kernels::populate(step.place);
+        }
+      });
+    } catch (const std::system_error&) {
+      return {};
+    }
+  }
+
   Component component_of(const RestoredPiece& own) const {
     const Unit& unit = setup_.layout.units[own.unit];
     return Component{static_cast<uint8_t>(unit.component_named(own.piece->component))};

@@ -20,6 +20,7 @@
 #include "engine/memory/host_memory.h"
 #include "engine/memory/linked_memory.h"
 #include "kernels/host_device.h"
+#include "kernels/host_pages.h"
 #include "kernels/simulated_device.h"
 
 namespace overspill::engine {
@@ -255,6 +256,25 @@ TEST(NanPages, CostLittlePhysicalMemory) {
   const int64_t physical = nan_file_bytes();
   EXPECT_GT(physical, 0);
   EXPECT_LE(physical, 64 * kMiB);  // the largest window; 256 MiB were read, 4096 mapped
+}
+
+/// How many of the memory's pages, which are whole, take memory.
+int64_t pages_there(std::span<std::byte> memory) {
+  std::vector<unsigned char> there(memory.size() / 4096);
+  EXPECT_EQ(::mincore(memory.data(), memory.size(), there.data()), 0);
+  return std::count_if(there.begin(), there.end(), [](unsigned char page) { return (page & 1) != 0; });
+}
+
+TEST(HostPages, ArePopulatedWhereTheyHaveNone) {
+  const kernels::HostPages pages(int64_t{64} * 4096, kernels::PageSize::small);
+  const std::span<std::byte> all = pages.span();
+  all[10 * 4096 + 5] = std::byte{7};
+  ASSERT_EQ(pages_there(all), 1);
+  kernels::populate(all.subspan(8 * 4096 + 100, size_t{16} * 4096));  // of 17 pages
+  EXPECT_EQ(pages_there(all), 17);
+  EXPECT_EQ(all[10 * 4096 + 5], std::byte{7});
+  kernels::populate({});
+  EXPECT_EQ(pages_there(all), 17);
 }
 
 }  // namespace
