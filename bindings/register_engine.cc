@@ -253,6 +253,7 @@ void register_gradients(EngineClass& cls) {
       .def("zero_gradients", about(&Engine::zero_gradients), py::arg("groups") = py::none(), Released())
       .def("reuse_gradients", &Engine::reuse_gradients, Released())
       .def("clipped_by_caller", &Engine::clipped_by_caller, Released())
+      .def("set_loss_scale", &Engine::set_loss_scale, Released())
       .def("use_gradients", about(&Engine::use_gradients), py::arg("groups") = py::none(), Released())
       .def("skip_step", about(&Engine::skip_step), py::arg("groups") = py::none(), Released())
       .def("has_gradient", &Engine::has_gradient, Released())

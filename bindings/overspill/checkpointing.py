@@ -139,6 +139,8 @@ def _extra(engine: Engine, client_state: dict[str, Any] | None) -> dict[str, Any
         "micro_steps": engine.micro_steps - engine._begun(),
         "random": state.random_states(),
     }
+    if (scaler := engine._residency.gradients.scaler) is not None:
+        extra["loss_scaling"] = scaler.course.to_json()
     if found := divided.Division.of_model(engine.module, engine._model_group, engine._run_id):
         extra["division"] = found.to_json()
     if engine._group is not None:
@@ -257,8 +259,11 @@ def _load_strictly(engine: Engine, folder: str, manifest: dict[str, Any]) -> dic
 
 
 def _restore_counts(engine: Engine, read: Extra) -> None:
-    """And random states."""
+    """And the loss's scale, and random states."""
     engine.global_steps, engine.micro_steps = read.global_steps, read.micro_steps
+    scaler = engine._residency.gradients.scaler
+    if scaler is not None and read.loss_scaling is not None:
+        scaler.go_on(read.loss_scaling)
     if len(read.random) == engine.world_size:
         state.restore_random_states(read.random[engine.rank])
 

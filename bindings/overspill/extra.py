@@ -18,6 +18,7 @@ from . import state
 from ._core import CheckpointError
 from .config.optimizers import wrong_hyper_parameter
 from .divided import Division
+from .loss_scaling import Course
 from .own_states import Saved
 from .tensor_file import no_number
 
@@ -41,6 +42,7 @@ class Extra:
     micro_steps: int
     random: list[dict[str, Any]]
     own_states: Saved | None
+    loss_scaling: Course | None
 
     @classmethod
     def read(cls, text: str, folder: Any) -> Extra:
@@ -63,6 +65,7 @@ class Extra:
             buffers=get("buffers", _tensors),
             global_steps=get("global_steps", _count),
             micro_steps=get("micro_steps", _count),
+            loss_scaling=_entry(folder, "loss_scaling", Course.from_json, entries.get("loss_scaling")),
             own_states=_entry(folder, "own_states", Saved.from_json, entries.get("own_states")),
             random=get(ranks, _random if ranks == "random_of_ranks" else lambda value: _random([value])),
         )

@@ -82,14 +82,15 @@ def dtype(model: nn.Module, wanted: str | None) -> None:
     lie in files, whose copies may not fit in memory."""
     if wanted is None:
         return
-    to = {"bf16": torch.bfloat16, "fp32": torch.float32}[wanted]
+    to = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[wanted]
     for name, parameter in model.named_parameters():
         if parameter.dtype == to or not parameter.is_floating_point():
             continue
         if parameter.device.type == "cpu" and parameter.untyped_storage().filename is not None:
             raise ValueError(
                 f"overspill: the configuration's dtype is {wanted}, and {name} is {parameter.dtype} in a file: make "
-                f"the model in {to} (torch.set_default_dtype inside Init), or leave dtype (bf16.enabled) out"
+                f"the model in {to} (torch.set_default_dtype inside Init), or leave dtype (bf16.enabled, "
+                "fp16.enabled) out"
             )
         parameter.data = parameter.data.to(to)
         if parameter.grad is not None:

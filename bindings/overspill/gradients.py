@@ -21,6 +21,7 @@ from . import given, place, reading
 from .boundary import counts
 from .copies import Copies
 from .divided import part_of
+from .loss_scaling import LossScaler
 from .parts import Part, groups_of
 from .ranks import RankError
 from .residency import Residency
@@ -39,6 +40,7 @@ class Gradients:
         self.used = False
         self.clears: tuple[int, int] | None = None
         self.clipped = False
+        self.scaler: LossScaler | None = None  # set where engine.backward scales losses
         self.graphs: set[Segment] = set()
         self.by_torch: list[Segment] = []
         self.copies = Copies(_as_held, self._replace, self._give)
@@ -56,6 +58,7 @@ class Gradients:
             return copy
         if not (self.used or s.has_gradient()):
             return None
+        self._require_unscaled(f"reading the gradient of {s.name}")
         self._require_one_rank(f"reading the gradient of {s.name}")
         self._take_up()
         if not s.has_gradient():
@@ -86,6 +89,7 @@ class Gradients:
         if value is None and not (self.used or s.has_gradient()):
             self.copies.drop(s)
             return
+        self._require_unscaled(f"setting the gradient of {s.name}")
         self._require_one_rank(f"setting the gradient of {s.name}")
         _check(s, value)
         if id(value) in registry:  # a parameter, which may be released
@@ -104,6 +108,13 @@ class Gradients:
             raise RankError(
                 f"overspill: {what}: gradients of {self.ranks} ranks are summed in pieces, and no rank has a whole "
                 "one; their norm is engine.last_step.norm, this rank's own passes parameter.register_hook"
+            )
+
+    def _require_unscaled(self, what: str) -> None:
+        if self.scaler is not None:
+            raise RuntimeError(
+                f"overspill: {what}: it is that of a loss times {self.scaler.scale:g} (loss_scaling): engine.grad(p) "
+                "gives the loss's own, engine.clip_grad_norm_ clips it, and engine.last_step.norm is its norm"
             )
 
     # ---- what the engine does with gradients
@@ -171,10 +182,10 @@ class Gradients:
                 gradient.mul_(factor)
         return norm
 
-    def norm(self, part: Part) -> float:
+    def norm(self, part: Part | None) -> float:
         self.settle()
         norms = [torch.linalg.vector_norm(gradient).item() for gradient in self._torchs(part)]
-        return math.hypot(self.core.grad_norm(part.groups), *norms)
+        return math.hypot(self.core.grad_norm(groups_of(part)), *norms)
 
     def _torchs(self, part: Part | None = None) -> list[torch.Tensor]:
         segments = self._torch_segments(part)
@@ -287,6 +298,12 @@ def take_in(s: Segment) -> None:
     if gradient is None:  # requires_grad was switched off since forward: torch drops it, too
         return
     gradients, where = s.unit.residency.gradients, s.unit.residency.place
+    if gradients.scaler is not None and not gradients.scaler.inside:
+        set_grad(s.parameter, None)
+        raise RuntimeError(
+            f"overspill: a gradient of {s.name} comes from a backward that does not scale its loss (loss_scaling): "
+            "call engine.backward(loss)"
+        )
     if gradient.requires_grad:
         gradients.graphs.add(s)
     gradient = part_of(gradient.detach(), s.parameter)

@@ -132,12 +132,15 @@ def choose_format(config: str | None, groups: Groups, formats: Iterable[str]) ->
     known = set(formats)
     if chosen == "fp32" and "bf16_split" not in known:  # of an overspill.optim over fp32 weights
         return None
+    if chosen == "fp16" and "fp16" in known and "bf16_split" not in known:  # of an overspill.optim
+        return None
     if chosen == "8bit":
         check_8bit(groups.kind)
     if chosen is not None and (chosen not in ("exact", "compact", "8bit") or "bf16_split" not in known):
         raise ValueError(
             f"overspill: format {chosen!r} holds {'fp16' if chosen == 'fp16' else 'bf16'} weights, and none of the "
-            "model's trainable ones are; make it with model.bfloat16(), or leave format out"
+            f"model's trainable ones are; make it with model.{'half' if chosen == 'fp16' else 'bfloat16'}(), or leave "
+            "format out"
         )
     return chosen
 

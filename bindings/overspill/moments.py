@@ -3,9 +3,9 @@
     {"state": {number: {"step", "exp_avg", "exp_avg_sq", "master"}}, "param_groups": [{..., "params": [number, ...]}]}
 
 Parameters are numbered in the order of the groups. Tensors are fp32 and on the CPU, whatever format holds the states;
-`master`, of bf16 weights alone, is the fp32 value of which the weight is the rounded one. A parameter that was never
-updated has no entry (Adagrad's has: it starts with sums). Reading is exact in every format, so what was read comes back
-bit for bit; values of another origin are rounded to the nearest that the engine's format has.
+`master`, of bf16 and fp16 weights alone, is the fp32 value of which the weight is the rounded one. A parameter that was
+never updated has no entry (Adagrad's has: it starts with sums). Reading is exact in every format, so what was read
+comes back bit for bit; values of another origin are rounded to the nearest that the engine's format has.
 """
 
 from __future__ import annotations
@@ -163,16 +163,24 @@ def check_entry(name: str, shape: Sequence[int], entry: dict, names: Mapping[str
 
 
 def is_rounded(weight: torch.Tensor, master: torch.Tensor) -> bool:
-    """Whether the bf16 weight is the fp32 master as the engine rounds it: to the nearest, ties away from zero."""
+    """Whether the weight is the fp32 master as the engine rounds it: to the nearest, ties away from zero in bf16, to
+    even in fp16."""
     with DisableTorchFunction():
         if master.dtype is not torch.float32 or master.shape != weight.shape:
             return False
         bits = weight.detach().cpu().contiguous().view(-1).view(torch.int16)
         values = master.detach().cpu().contiguous().view(-1).view(torch.int32)
         return all(
-            torch.equal(((values[at : at + _PIECE] + 0x8000) >> 16).to(torch.int16), bits[at : at + _PIECE])
+            torch.equal(_rounded(values[at : at + _PIECE], weight.dtype), bits[at : at + _PIECE])
             for at in range(0, len(bits), _PIECE)
         )
+
+
+def _rounded(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bits of fp32 values as those of the engine's weights."""
+    if dtype is torch.float16:
+        return bits.view(torch.float32).to(dtype).view(torch.int16)
+    return ((bits + 0x8000) >> 16).to(torch.int16)
 
 
 def write(segment: Segment, name: str, value: torch.Tensor) -> None:

@@ -14,7 +14,18 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 
-from . import _core, boundary, calls, giving, momenta, moments, reading, script_optimizer, state_dicts
+from . import (
+    _core,
+    boundary,
+    calls,
+    giving,
+    loss_scaling,
+    momenta,
+    moments,
+    reading,
+    script_optimizer,
+    state_dicts,
+)
 from .groups import Groups, plain
 from .parts import groups_of
 from .ranks import RankError
@@ -56,9 +67,12 @@ class OverspillOptimizer(torch.optim.Optimizer):
         self.on_nonfinite = "skip"
         self.beside: weakref.WeakSet[OverspillOptimizer] = weakref.WeakSet()  # others of several
         self._told = False  # of a skipped step
+        self._overflowed = False  # by the last step, at the least loss scale
+        self._expected = False  # GradScaler found that the step has to be left out
         self._momenta = momenta.Watch()
         self._given: Any = None  # the states that the user's own optimizer gets at the end
         if not groups.foreign:
+            setattr(self, loss_scaling.PROTOCOL, True)
             self._states = States(self.param_groups, groups.states(), residency, ranks, groups.part)
         if user is not None:
             self._share_hooks(user)
@@ -196,10 +210,41 @@ class OverspillOptimizer(torch.optim.Optimizer):
         with calls.Alone():
             calls.start_update(self.residency, "a step of the optimizer")
             self.settle()
-            range_ = groups_of(self.groups.part)
-            self._make(functools.partial(self.residency.core.step, hyper_parameters, range_))
+            self._make(self._scaled(functools.partial(self._core_step, hyper_parameters)))
         self._raise_skipped()
         return loss
+
+    def _scaled(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """The core's step; where GradScaler has given the scale of the loss with this one, with that."""
+        scale, self._expected = loss_scaling.take_scale(self if self.user is None else self.user)
+        if scale == 1 and not self._expected:
+            return step
+        if self.residency.gradients.scaler is not None:
+            raise RuntimeError(
+                "overspill: a step by torch.amp.GradScaler, where loss_scaling is enabled: the engine scales losses "
+                "itself: call engine.backward(loss) and engine.step(), or leave loss_scaling out"
+            )
+        core = self.residency.core
+
+        def scaled() -> Any:
+            core.set_loss_scale(scale)
+            try:
+                if self._expected and self.ranks == 1:
+                    return core.skip_step(groups_of(self.groups.part))
+                return step()
+            finally:
+                core.set_loss_scale(1.0)
+
+        return scaled
+
+    def _find_overflow(self, found_inf: torch.Tensor) -> dict[torch.device, torch.Tensor]:
+        """For GradScaler (loss_scaling.py), before it gives a step its scale. Collective."""
+        with calls.Alone(), DisableTorchFunction():
+            norm = self.residency.gradients.norm(self.groups.part)
+        return loss_scaling.find_overflow(norm, found_inf)
+
+    def _core_step(self, hyper_parameters: list[dict[str, Any]]) -> Any:
+        return self.residency.core.step(hyper_parameters, groups_of(self.groups.part))
 
     def _make(self, step: Callable[[], Any]) -> None:
         """Makes one update: `step` makes the core's update and returns the outcome. Inside calls.Alone."""
@@ -211,7 +256,9 @@ class OverspillOptimizer(torch.optim.Optimizer):
         with DisableTorchFunction():
             gradients.update(functools.partial(boundary.keep, self.outcomes, step), self.keeps_gradients())
             gradients.updated(self.last_step.skipped, self.groups.part)
-        if self.last_step.skipped:
+        scaler = gradients.scaler
+        self._overflowed = scaler is not None and not scaler.stepped(self.last_step.skipped)
+        if self.last_step.skipped and scaler is None and not self._expected:
             self._tell_skipped()
         self.residency.refresh()
         for each in (self, *self.beside):
@@ -236,7 +283,13 @@ class OverspillOptimizer(torch.optim.Optimizer):
         )
 
     def _raise_skipped(self) -> None:
-        if self.on_nonfinite == "raise" and self.last_step.skipped:
+        if self._overflowed:
+            raise NonFiniteError(
+                f"overspill: {self._culprit()} has an inf or a NaN, and the loss scale cannot fall below "
+                f"loss_scaling.min_loss_scale: the step is left out, weights and states are as they were. The loss "
+                "itself may be too large for fp16: train in bf16, or with a smaller learning rate"
+            )
+        if self.on_nonfinite == "raise" and self.last_step.skipped and not self._expected:
             raise NonFiniteError(
                 f"overspill: {self._culprit()} has an inf or a NaN: the step is left out, weights and states are as "
                 'they were, and its gradients are gone (on_nonfinite = "raise"; "skip" goes on with a warning)'

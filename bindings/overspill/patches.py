@@ -11,6 +11,7 @@ Module.__reduce_ex__                    copies and pickles of modules have no ho
 Module._apply, Module.zero_grad         .to() and .half() are refused, zero_grad() reaches the engine
 torch.nn.utils.clip_grad_norm_, clip_grad_value_   clip in the engine, or one gradient after the other
 AveragedModel.update_parameters         takes one parameter after the other
+GradScaler._unscale_grads_              asks the engine whether a gradient is not finite, in place of reading all
 torch._dynamo.config                    is told to look at hooks: else torch.compile, by whatever name a script has it,
 runs code that it made of a module without them
 ForkingPickler's reducer of Parameter   refuses to share released memory with another process
@@ -46,6 +47,7 @@ _enter_saved_tensors_hooks = graph.saved_tensors_hooks.__enter__
 # A script that imported these before has torch's wrappers, which call what is in the cell.
 _norm_cell, _value_cell = (f.__closure__[0] for f in (clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_))
 _clip_grad_norm, _clip_grad_value = _norm_cell.cell_contents, _value_cell.cell_contents
+_unscale_grads = torch.amp.GradScaler._unscale_grads_
 _apply = nn.Module._apply
 _zero_grad = nn.Module.zero_grad
 _deepcopy = nn.Parameter.__deepcopy__
@@ -304,7 +306,22 @@ def _heed_hooks() -> None:
     compiler.reset()  # what was made before knows nothing of hooks
 
 
+def unscale_grads(
+    self: torch.amp.GradScaler,
+    optimizer: Any,
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    allow_fp16: bool,
+) -> dict[torch.device, torch.Tensor]:
+    """`allow_fp16`: for an optimizer that takes the scale with its step, nothing is unscaled here."""
+    find = getattr(optimizer, "_find_overflow", None) if allow_fp16 else None
+    if find is None:
+        return _unscale_grads(self, optimizer, inv_scale, found_inf, allow_fp16)
+    return find(found_inf)
+
+
 _REPLACED = (
+    (torch.amp.GradScaler, "_unscale_grads_", unscale_grads, _unscale_grads),
     (torch.autograd, "_engine_run_backward", run_backward, _run_backward),
     (graph, "_engine_run_backward", run_backward, _run_backward),
     (graph.saved_tensors_hooks, "__enter__", enter_saved_tensors_hooks, _enter_saved_tensors_hooks),

@@ -94,7 +94,8 @@ def state(segment: Segment, name: str) -> torch.Tensor:
 
 
 def gradient(segment: Segment) -> torch.Tensor | None:
-    """A copy in fp32 of what the next step would use; of several ranks their mean, or sum. None where there is none."""
+    """A copy in fp32 of what the next step would use, without the loss's scale; of several ranks their mean, or sum.
+    None where there is none."""
     return _gradient(segment, segment.unit.residency.core.read_whole_gradient)
 
 
@@ -107,4 +108,8 @@ def _gradient(segment: Segment, read: Callable[[int, int, int, int], bool]) -> t
     with torch.inference_mode(False), DisableTorchFunction(), calls.Alone():
         out = _room(segment, torch.float32)
         found = read(segment.unit.index, segment.index, out.data_ptr(), out.nbytes)
-        return segment.as_parameter(out) if found else None
+        if not found:
+            return None
+        if (scaler := segment.unit.residency.gradients.scaler) is not None:
+            out.div_(scaler.scale)
+        return segment.as_parameter(out)

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-PASSED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
+from .loss_scaling import PROTOCOL
+
+PASSED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group", "_find_overflow")
 HOOKS = {
     call: [f"_optimizer_{call}_{when}_hooks" for when in ("pre", "post")]
     for call in ("step", "state_dict", "load_state_dict")
@@ -78,6 +80,8 @@ def pass_on(user: torch.optim.Optimizer, to: Any) -> None:
 
     for name in PASSED:
         setattr(user, name, passing(name))
+    if hasattr(to, PROTOCOL):
+        setattr(user, PROTOCOL, True)
 
 
 def let_go(user: torch.optim.Optimizer, before_step: Callable | None = None) -> None:
@@ -85,6 +89,8 @@ def let_go(user: torch.optim.Optimizer, before_step: Callable | None = None) -> 
     is told of its steps."""
     for name in PASSED:
         user.__dict__.pop(name, None)
+    if not user.defaults.get("fused"):  # else torch has set it
+        user.__dict__.pop(PROTOCOL, None)
     reference = weakref.ref(user)
 
     def step(*args: Any, **kwargs: Any) -> Any:

@@ -43,7 +43,10 @@ class Stepping(StandIn):
         Args:
             loss: one element, on `device`, that the model's output led to; keywords are Tensor.backward's
 
-        Returns: the scaled loss.
+        With `loss_scaling` the gradients are those of the loss times `current_loss_scale`, by which the engine divides
+        what it computes with.
+
+        Returns: the loss / gradient_accumulation_steps.
 
         Raises:
             TypeError: the loss is no tensor
@@ -55,9 +58,18 @@ class Stepping(StandIn):
         self._settle()
         given.loss(loss)
         self._core.begin_backward()
-        scaled = loss / divisor if divisor > 1 else loss
-        scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
-        return scaled
+        share = loss / divisor if divisor > 1 else loss
+        scaler = self._residency.gradients.scaler
+        if scaler is None:
+            share.backward(**kwargs)  # type: ignore[no-untyped-call]
+            return share
+        self._core.set_loss_scale(scaler.scale)
+        scaler.inside += 1
+        try:
+            (share.float() * scaler.scale).backward(**kwargs)
+        finally:
+            scaler.inside -= 1
+        return share
 
     def step(self) -> None:
         """Ends a micro-batch; the last of gradient_accumulation_steps updates the weights and steps the scheduler.
@@ -216,6 +228,12 @@ class Stepping(StandIn):
         return found
 
     @property
+    def current_loss_scale(self) -> float:
+        """What the next `backward` multiplies the loss by; 1 without `loss_scaling`."""
+        scaler = self._residency.gradients.scaler
+        return 1.0 if scaler is None else scaler.scale
+
+    @property
     def last_step(self) -> Any:
         """Of the last update: step (updates so far), norm, clip, skipped. None before the first."""
         return self.optimizer.last_step
@@ -232,8 +250,9 @@ class Stepping(StandIn):
         self._clear_gradients("engine.zero_grad()", set_to_none)
 
     def _leaves_gradients(self) -> bool:
-        """Whether the update that is under way is the script's own `optimizer.step()`."""
-        return self._boundary is None
+        """Whether the update that is under way is the script's own `optimizer.step()`. The next gradients may have
+        another scale."""
+        return self._boundary is None and self._residency.gradients.scaler is None
 
     def _clear_gradients(self, call: str, set_to_none: bool) -> None:
         """`call`: the script's, by name; optimizer.zero_grad and model.zero_grad mean the same."""

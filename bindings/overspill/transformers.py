@@ -41,7 +41,8 @@ _hf: Any = need("transformers")
 _CHECKPOINT = "overspill"  # in each checkpoint-N of the Trainer's
 _PART = "model.new"  # where a model is written before its files get their places
 _REFUSED = {
-    "fp16": "there is no loss scaling: give bf16",
+    "fp16": "it scales losses by Accelerate's scaler: make the model in fp16 and set loss_scaling.enabled in the "
+    "engine's configuration, or give bf16",
     "fp16_full_eval": "weights stay in the dtype that they have",
     "bf16_full_eval": "weights stay in the dtype that they have: make the model in bf16",
     "torch_compile": "it gains nothing under an engine, whose hooks break the graph at each module",

@@ -35,7 +35,12 @@ DTYPES = {
 }  # safetensors' names
 _ALL: Mapping[int, int] = {}
 # Of trainable parameters.
-FORMATS = {torch.bfloat16: "bf16_split", torch.float32: "fp32", torch.float64: "float64"}
+FORMATS = {
+    torch.bfloat16: "bf16_split",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "float64",
+}
 
 
 @dataclass

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 
 #include "cpu_optim/elements.h"
@@ -62,6 +63,16 @@ void Engine::zero_gradients(GroupRange range) {
 
 void Engine::clipped_by_caller() {
   machine().caller_clipped = true;
+}
+
+void Engine::set_loss_scale(double scale) {
+  if (!(scale > 0) || std::isinf(scale) || std::isinf(1.0 / scale)) {
+    throw std::invalid_argument(fmt::format("a loss scale of {}: it must be positive and finite", scale));
+  }
+  Machine& m = machine();
+  m.unscale = 1.0 / scale;
+  const MutexLock guard(m.core.mutex());
+  m.updater.speculation().expect_unscaled(m.unscale);
 }
 
 void Engine::read_gradient(int32_t unit, int32_t segment, std::span<std::byte> out, std::string_view dtype) {
@@ -164,7 +175,7 @@ double Engine::grad_norm(GroupRange range) {
     m.gradients.reduce_presence();
     summary = m.gradients.summarize();
   });
-  return m.norm_of(summary) * m.clipped.value_or(1.0);
+  return m.norm_of(summary) * m.unscale * m.clipped.value_or(1.0);
 }
 
 double Engine::clip_grad_norm(double max_norm) {

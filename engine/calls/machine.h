@@ -150,6 +150,7 @@ class Machine : public Owners {
   bool handed_over = false;         // by start_states(), load() or step(): from now on ranks meet to write
   Mutex settling ACQUIRED_BEFORE(engine_mutex);  // of `clipped`, by whoever brings the next gradient
   std::optional<double> clipped;  // by clip_grad_norm(): the factor of the gradients that are there
+  double unscale = 1;             // by set_loss_scale(): what makes gradients those of the loss
   bool caller_clipped = false;    // the present gradients: step() does not apply the configured limit
   std::atomic<bool> closed = false;
   bool touched = true;  // since start_states(): weights or states that a damaged checkpoint would cost
@@ -187,7 +188,7 @@ class Machine : public Owners {
   void leave_out() EXCLUDES(engine_mutex);
   GradientSummary reduce_gradients() EXCLUDES(engine_mutex);
   /// Counts the step, and keeps what its updates need.
-  void capture_factors(std::span<const optim::Hyper> groups, GroupRange range, double clip)
+  void capture_factors(std::span<const optim::Hyper> groups, GroupRange range, double scale)
       EXCLUDES(engine_mutex);
   void schedule_updates() EXCLUDES(engine_mutex);
 

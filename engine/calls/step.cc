@@ -29,7 +29,8 @@ StepResult Machine::step(std::span<const optim::Hyper> groups, GroupRange range)
   const GradientSummary gradient = reduce_gradients();
   // Beyond this point gradients are final: accumulated, reduced, the same sum of squares on every rank.
 
-  const double norm = setup.config.skip_nonfinite ? std::sqrt(gradient.squares) : norm_of(gradient);
+  const double norm =
+      (setup.config.skip_nonfinite ? std::sqrt(gradient.squares) : norm_of(gradient)) * unscale;
   const double configured =
       setup.config.max_grad_norm > 0 && !caller_clipped ? clip_factor(norm, setup.config.max_grad_norm) : 1.0;
   const double clip = clipped.value_or(configured);
@@ -41,7 +42,7 @@ StepResult Machine::step(std::span<const optim::Hyper> groups, GroupRange range)
     return {steps, norm, clip, true, std::move(culprit)};
   }
 
-  capture_factors(groups, range, clip);
+  capture_factors(groups, range, clip * unscale);
   // Beyond this point hyper-parameters and presence belong to this step; the caller may change its own.
 
   gradients.scale(kept);  // as the caller left them
@@ -118,7 +119,7 @@ void Machine::check_groups(std::span<const optim::Hyper> groups, GroupRange rang
   }
 }
 
-void Machine::capture_factors(std::span<const optim::Hyper> groups, GroupRange range, double clip) {
+void Machine::capture_factors(std::span<const optim::Hyper> groups, GroupRange range, double scale) {
   const MutexLock guard(core.mutex());
   ++steps;
   for (size_t u = 0; u < model.units.size(); ++u) {
@@ -131,7 +132,7 @@ void Machine::capture_factors(std::span<const optim::Hyper> groups, GroupRange r
       ++state.steps[s];
       state.factors[s] =
           optim::make_factors(groups[unit.segments[s].group - range.first], state.steps[s],
-                              clip * gradients.factor(static_cast<int32_t>(u), static_cast<int32_t>(s)));
+                              scale * gradients.factor(static_cast<int32_t>(u), static_cast<int32_t>(s)));
     }
   }
 }

@@ -21,6 +21,10 @@ void Speculation::expect(std::span<const optim::Hyper> groups) {
   groups_.assign(groups.begin(), groups.end());
 }
 
+void Speculation::expect_unscaled(double unscale) {
+  unscale_ = unscale;
+}
+
 bool Speculation::arrived(int32_t unit, int32_t segment) {
   ++arrivals_[unit][segment];
   if (!active() || !complete(unit)) return false;
@@ -38,8 +42,7 @@ void Speculation::capture(int32_t unit) {
   for (size_t s = 0; s < segments.size(); ++s) {
     state.guessed[s] = arrivals_[unit][s] > 0 ? 1 : 0;
     if (state.guessed[s] == 0) continue;
-    state.guessed_factors[s] =
-        optim::make_factors(groups_[segments[s].group], state.steps[s] + 1, /*grad_scale=*/1.0);
+    state.guessed_factors[s] = optim::make_factors(groups_[segments[s].group], state.steps[s] + 1, unscale_);
   }
 }
 

@@ -22,6 +22,8 @@ class Speculation {
 
   /// The hyper-parameters that the next step is expected to have.
   void expect(std::span<const optim::Hyper> groups) REQUIRES(engine_mutex);
+  /// What the next step is expected to multiply gradients by, before clipping.
+  void expect_unscaled(double unscale) REQUIRES(engine_mutex);
 
   /// A gradient arrived. True when, going by the last step, all gradients of the unit have arrived and its
   /// updates may be guessed; the call then captures its guessed factors.
@@ -61,6 +63,7 @@ class Speculation {
   std::vector<optim::Hyper> groups_ GUARDED_BY(engine_mutex);
   /// By unit and segment, since the last step.
   std::vector<std::vector<int32_t>> arrivals_ GUARDED_BY(engine_mutex);
+  double unscale_ GUARDED_BY(engine_mutex) = 1;
   std::vector<std::vector<int32_t>> expected_ GUARDED_BY(engine_mutex);  // in the last step
   int64_t next_pause_ GUARDED_BY(engine_mutex) = 1;
   int64_t pause_ GUARDED_BY(engine_mutex) = 0;  // steps during which nothing is guessed

@@ -70,6 +70,7 @@ const Calls& refused() {
       {"replace_whole_gradient", [](Engine& e) { e.replace_whole_gradient(0, 0, values); }},
       {"read_own_gradient", [](Engine& e) { e.read_own_gradient(0, 0, values); }},
       {"clipped_by_caller", [](Engine& e) { e.clipped_by_caller(); }},
+      {"set_loss_scale", [](Engine& e) { e.set_loss_scale(2); }},
       {"reuse_gradients", [](Engine& e) { e.reuse_gradients(); }},
       {"use_gradients", [](Engine& e) { e.use_gradients(); }},
       {"skip_step", [](Engine& e) { e.skip_step(); }},

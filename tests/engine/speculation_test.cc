@@ -336,6 +336,48 @@ TEST(Speculation, EndsGuessesUnderWayInTheCloseOfAFailedEngine) {
   EXPECT_THROW(engine.synchronize(), std::invalid_argument);
 }
 
+/// Gradients of a loss times a power of two, which bf16 and fp32 hold as exactly.
+TEST(Speculation, ALossScaleChangesNoBitAndCostsNoGuess) {
+  for (const auto& [placement, max_norm] :
+       {std::pair{Placement::nvme, 0.0}, {Placement::nvme, 0.25}, {Placement::host, 0.0}}) {
+    std::vector<float> contents[2];
+    engine::StepResult results[2];
+    int64_t taken[2] = {};
+    for (const bool scaled : {false, true}) {
+      Config config = config_of(placement, true);
+      config.max_grad_norm = max_norm;
+      Engine engine(toy_units(), config, resources_of(config));
+      toy_load(engine);
+      for (int step = 0; step < 4; ++step) {
+        const float scale = scaled ? std::ldexp(1.0F, 9 + step % 2) : 1;
+        engine.set_loss_scale(scale);
+        engine.begin_pass({true, true});
+        for (int32_t u = 0; u < kUnits; ++u) engine.acquire(u);
+        engine.expect_step(groups_of(step));
+        give_gradients(engine, step, scale);
+        let_guesses_end(engine);
+        if (step == 2) engine.clip_grad_norm(engine.grad_norm() / 2);
+        results[scaled ? 1 : 0] = engine.step(groups_of(step));
+      }
+      contents[scaled ? 1 : 0] = toy_contents(engine);
+      taken[scaled ? 1 : 0] = engine.stats().guesses_taken;
+    }
+    EXPECT_EQ(contents[0], contents[1]);
+    EXPECT_EQ(results[0].norm, results[1].norm);
+    EXPECT_EQ(results[0].clip, results[1].clip);
+    EXPECT_EQ(taken[0] > 0, max_norm == 0);
+    EXPECT_EQ(taken[0], taken[1]);
+  }
+}
+
+TEST(Speculation, ALossScaleIsPositiveAndFinite) {
+  const Config config = config_of(Placement::host, false);
+  Engine engine(toy_units(), config, resources_of(config));
+  for (const double scale : {0.0, -1.0, std::nan(""), HUGE_VAL, 1e-310}) {
+    EXPECT_THROW(engine.set_loss_scale(scale), std::invalid_argument) << scale;
+  }
+}
+
 /// Scales lie behind a whole chunk's codes; rounding is stochastic.
 TEST(Speculation, TakesWhatIsHeldTwiceInEveryFormat) {
   for (const optim::Format format : {optim::Format::fp32, optim::Format::compact, optim::Format::eight_bit}) {

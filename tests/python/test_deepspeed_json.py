@@ -133,6 +133,18 @@ MEANT = {
     "bf16.enabled": (True, {"dtype": "bf16"}),
     "bf16.check_grad_overflow": (False, {"on_nonfinite": "propagate"}),
     "bfloat16": ({"enabled": True}, {"dtype": "bf16"}),
+    "fp16.enabled": (True, {"dtype": "fp16", "loss_scaling": {"enabled": True}}),
+    **{  # of what is not enabled
+        f"fp16.{name}": (1, {})
+        for name in (
+            "loss_scale",
+            "initial_scale_power",
+            "loss_scale_window",
+            "hysteresis",
+            "consecutive_hysteresis",
+            "min_loss_scale",
+        )
+    },
     "zero_optimization.stage": (2, {"zero_optimization": {"stage": 2}}),
 }
 DEFAULTS = {"gradient_clipping": 1.0, "on_nonfinite": "skip", "zero_optimization": {"stage": 0}}
@@ -218,7 +230,7 @@ def test_the_ranks_are_those_of_torchrun(monkeypatch):
             "zenflow = {'topk_ratio': 0.1}: not supported",
         ),
         ({"zero_optimization": {"zeropp_loco_param": {"reset_T": 9}}}, "{'reset_T': 9}: not supported"),
-        ({"fp16": {"enabled": True}}, "fp16 = {'enabled': True}: not supported: there is no loss scaling"),
+        ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast = True: not supported: inputs stay"),
     ],
 )
 def test_what_is_wrong_is_named(data, said):

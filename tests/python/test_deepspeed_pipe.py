@@ -139,6 +139,8 @@ def test_a_section_that_is_wrong_is_refused(section, said, no_group):
 def test_what_a_pipeline_cannot_do_is_refused(no_group):
     with pytest.raises(ConfigError, match="managed_gradient_accumulation"):
         started(managed_gradient_accumulation=False)
+    with pytest.raises(ConfigError, match=r"fp16\.enabled = True: not supported with a PipelineModule"):
+        started(fp16={"enabled": True})
     with pytest.raises(ConfigError, match="progressive_layer_drop"):
         started(progressive_layer_drop={"enabled": True})
     with pytest.raises(ConfigError, match=r"the model is no deepspeed\.pipe\.PipelineModule"):

@@ -46,6 +46,7 @@ __all__ = (
     "EngineOptions",
     "Frozen",
     "Lion",
+    "LossScaling",
     "NAdam",
     "NotSupportedHere",
     "RMSprop",
@@ -133,6 +134,26 @@ class Frozen(Section):
     """Of linear layers: in 4 or 8 bits with a scale for each 64, as QLoRA's base (docs/peft.md). null: as they are."""
 
 
+class LossScaling(Section):
+    """What `engine.backward` multiplies the loss by, for weights in fp16 or torch.autocast in fp16; norms, clipping and
+    updates are of gradients without it. The keys are DeepSpeed's (docs/scripts.md, fp16)."""
+
+    enabled: bool = False
+    """false: a loss is taken as it is; a script may scale it with torch.amp.GradScaler."""
+    loss_scale: Float = Field(0.0, ge=0, le=2.0**100)
+    """A fixed scale. 0: it is found, and follows the gradients."""
+    initial_scale_power: Int = Field(16, ge=0, le=100)
+    """The first scale is 2 to this power."""
+    loss_scale_window: Int = Field(1000, ge=1, lt=2**31)
+    """After so many steps in a row without an inf or a NaN the scale doubles."""
+    hysteresis: Int = Field(2, ge=1, lt=2**31)
+    """After so many steps that are left out for an inf or a NaN the scale halves, and at each further one."""
+    consecutive_hysteresis: bool = False
+    """true: a good step begins that count anew; false: only a scale that doubles does."""
+    min_loss_scale: Float = Field(1.0, gt=0, le=2.0**100)
+    """The scale does not fall below it: a further step that would halve it raises NonFiniteError."""
+
+
 class EngineOptions(Section):
     """How the engine works; nothing here changes a result. Upper bounds are far above any use, and below what the
     core's integers hold."""
@@ -192,10 +213,13 @@ class Config(Section):
     """Not used where `initialize` is given an optimizer. DeepSpeed's form {"type": ..., "params": {...}} is taken too,
     with what it means there."""
     format: Literal["exact", "compact", "8bit"] | None = None
-    """How bf16 weights and their states are held (docs/update.md); fp32 weights have fp32 states. null: "exact"."""
-    dtype: Literal["bf16", "fp32"] | None = None
+    """How bf16 weights and their states are held (docs/update.md); fp32 and fp16 weights have fp32 states, and fp16
+    weights fp32 masters. null: "exact"."""
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
     """To which `initialize` converts the weights before it takes them; buffers stay as they are. null: none is
     converted."""
+    loss_scaling: LossScaling = LossScaling()
+    """Of gradients that would be too small for fp16."""
     frozen: Frozen = Frozen()
     """Weights that do not train, such as the base of adapters."""
     scheduler: Scheduler | None = None

@@ -48,11 +48,10 @@ class Accelerator:
         return True
 
     def is_fp16_supported(self) -> bool:
-        """False: there is no loss scaling here."""
-        return False
+        return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.float32, torch.bfloat16]
+        return [torch.float32, torch.bfloat16, torch.float16]
 
     def set_device(self, device_index: int) -> None:
         if self._name == "cuda":

@@ -207,7 +207,8 @@ class DeepSpeedEngine(Engine):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as it is, for a `backward` of its own: bf16 and fp32 need no scaling. Raises AssertionError for what
-        is no loss, and where neither the JSON nor the script gave an optimizer, as there."""
+        is no loss, and where neither the JSON nor the script gave an optimizer, as there; RuntimeError where
+        fp16.enabled asks for scaling, which only `backward` of the engine does."""
         if self._for_inference:
             raise AssertionError(
                 "overspill: engine.scale: must provide optimizer during init: give initialize one"
@@ -216,6 +217,10 @@ class DeepSpeedEngine(Engine):
             raise AssertionError(
                 "overspill: engine.scale: loss must be a scalar tensor with grad_fn: call backward(gradient) of a "
                 "tensor of another shape"
+            )
+        if self._settings.loss_scaling.enabled:
+            raise RuntimeError(
+                "overspill: engine.scale: fp16.enabled: call engine.backward(loss), which scales the loss itself"
             )
         return loss
 
@@ -251,7 +256,17 @@ class DeepSpeedEngine(Engine):
         return any(parameter.dtype == torch.bfloat16 for parameter in self.module.parameters())
 
     def fp16_enabled(self) -> bool:
-        return False
+        return any(parameter.dtype == torch.float16 for parameter in self.module.parameters())
+
+    def loss_scale(self) -> float:
+        """The fixed one; 0: it is found while training."""
+        return self._settings.loss_scaling.loss_scale
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.loss_scale() == 0
+
+    def initial_dynamic_scale(self) -> float:
+        return 2.0**self._settings.loss_scaling.initial_scale_power
 
     # Checkpoints: folders by tag, and the name of the last one in a file.
 

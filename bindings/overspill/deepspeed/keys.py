@@ -105,7 +105,21 @@ KEYS: tuple[Key, ...] = (
     ),
     _refused("bf16.bf16_optimizer_states", '"format": "compact" has states in bf16'),
     _mapped("bfloat16", "the old name of bf16"),
-    _refused("fp16", "there is no loss scaling: train in bf16"),
+    _mapped("fp16.enabled", '`dtype`: "fp16", and `loss_scaling.enabled`; the masters are fp32'),
+    *(
+        _mapped(f"fp16.{name}", f"`loss_scaling.{name}`")
+        for name in (
+            "loss_scale",
+            "initial_scale_power",
+            "loss_scale_window",
+            "hysteresis",
+            "consecutive_hysteresis",
+            "min_loss_scale",
+        )
+    ),
+    _refused("fp16.auto_cast", "inputs stay as the script gives them: call x.half()"),
+    _refused("fp16.fp16_master_weights_and_grads", "masters are fp32"),
+    *_unused("there is one optimizer in fp16", "fp16.fused_optimizer"),
     _refused("amp", "apex is not used: train in bf16, or put torch.autocast around the forward pass"),
     _refused("torch_autocast", "put torch.autocast around the forward pass in the script"),
     _refused("data_types.grad_accum_dtype", "micro-batches are added up in fp32", "fp32"),

@@ -72,8 +72,21 @@ class DeepSpeedOptimizer(OverspillOptimizer):
         return self if self.user is None else self.user
 
     def needs_scaler(self) -> bool:
-        """False: bf16 and fp32 need no scaling of the loss."""
-        return False
+        """Whether the loss is scaled (fp16): bf16 and fp32 need no scaling."""
+        return self.residency.gradients.scaler is not None
+
+    @property
+    def loss_scale(self) -> float:
+        """Of the next backward; 1 where no loss is scaled."""
+        scaler = self.residency.gradients.scaler
+        return 1.0 if scaler is None else scaler.scale
+
+    cur_scale = loss_scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was left out."""
+        return self.last_step is not None and self.last_step.skipped
 
 
 @functools.cache

@@ -176,12 +176,24 @@ def _mapped(data: dict[str, Any], world: int) -> dict[str, Any]:
     bf16 = data.get("bf16") or {}
     if _switch(bf16, "bf16.enabled", False):
         made["dtype"] = "bf16"
+    _take_fp16(made, data.get("fp16") or {})
     made["on_nonfinite"] = "skip" if _switch(bf16, "bf16.check_grad_overflow", True) else "propagate"
     zero = data.get("zero_optimization") or {}
     made["zero_optimization"] = {"stage": zero.get("stage", 0)}
     if folders := _folders(zero):
         made["budget"] = {"nvme": folders}
     return made
+
+
+def _take_fp16(made: dict[str, Any], fp16: dict[str, Any]) -> None:
+    """Raises ValueError where bf16 is enabled, too."""
+    if not _switch(fp16, "fp16.enabled", False):
+        return
+    if "dtype" in made:
+        raise ValueError("config: fp16.enabled = True beside bf16.enabled: enable one of them")
+    made["dtype"] = "fp16"
+    keys = ("auto_cast", "fp16_master_weights_and_grads", "fused_optimizer")
+    made["loss_scaling"] = {name: value for name, value in fp16.items() if name not in keys}
 
 
 def allreduce_op(data: dict[str, Any]) -> str:

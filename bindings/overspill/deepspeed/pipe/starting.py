@@ -65,6 +65,12 @@ class Pipeline:
             raise ConfigError(
                 "config: progressive_layer_drop: not supported with a PipelineModule: leave one of them out"
             )
+        fp16 = data.get("fp16")
+        if isinstance(fp16, dict) and fp16.get("enabled") is True:
+            raise ConfigError(
+                "config: fp16.enabled = True: not supported with a PipelineModule, whose stages scale no losses: "
+                "train in bf16"
+            )
         if data.get("managed_gradient_accumulation") is False:
             raise ConfigError(
                 "config: managed_gradient_accumulation = False: not supported with a PipelineModule, whose train_batch "
