@@ -37,6 +37,14 @@ def read(files: list[Path]) -> Moved:
     return _fio(files, None, 0) if shutil.which("fio") else _plain(files, None, 0)
 
 
+def read_into_new_memory(files: list[Path]) -> Moved:
+    """The same, each byte into memory that the kernel has yet to give, as a restore does: fio with as many requests in
+    flight as the files have blocks."""
+    if not shutil.which("fio"):
+        return _plain(files, None, 0, _NewBuffers())
+    return _fio(files, None, 0, sum(-(-path.stat().st_size // BLOCK) for path in files))
+
+
 def read_and_write(files: list[Path], target: Path) -> Moved:
     """Reads these files and writes as many bytes into `target`, durably, both at once."""
     size = sum(path.stat().st_size for path in files) // BLOCK * BLOCK or BLOCK
@@ -46,11 +54,12 @@ def read_and_write(files: list[Path], target: Path) -> Moved:
         target.unlink(missing_ok=True)
 
 
-def _fio(files: list[Path], target: Path | None, size: int) -> Moved:
+def _fio(files: list[Path], target: Path | None, size: int, depth: int = DEPTH) -> Moved:
     names = ":".join(str(path).replace(":", "\\:") for path in files if path.stat().st_size >= 4096)
-    command = ["fio", "--direct=1", "--ioengine=io_uring", f"--bs={BLOCK}", f"--iodepth={DEPTH}"]
+    command = ["fio", "--direct=1", "--ioengine=io_uring", f"--bs={BLOCK}", f"--iodepth={depth}"]
     command += [
         "--scramble_buffers=0",
+        "--mem=mmap",
         "--output-format=json",
         "--name=read",
         "--rw=read",
@@ -67,17 +76,37 @@ def _fio(files: list[Path], target: Path | None, size: int) -> Moved:
     )
 
 
-def _plain(files: list[Path], target: Path | None, size: int) -> Moved:
+class _Buffers(threading.local):
+    """One for each thread, on a page's boundary, which O_DIRECT asks for."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, BLOCK)
+
+    def take(self) -> mmap.mmap:
+        return self._memory
+
+
+class _NewBuffers:
+    """A new one for each request. All are kept, so that none is an old one's memory."""
+
+    def __init__(self) -> None:
+        self._taken: list[mmap.mmap] = []
+
+    def take(self) -> mmap.mmap:
+        self._taken.append(mmap.mmap(-1, BLOCK))
+        return self._taken[-1]
+
+
+def _plain(
+    files: list[Path], target: Path | None, size: int, buffers: _Buffers | _NewBuffers | None = None
+) -> Moved:
     """Each thread has one request in flight."""
-    buffers = threading.local()
+    buffers = buffers or _Buffers()
 
     def move(job: tuple[int, int, bool]) -> int:
         file, offset, writes = job
-        if not hasattr(buffers, "memory"):
-            buffers.memory = mmap.mmap(-1, BLOCK)  # on a page's boundary, which O_DIRECT asks for
-        if writes:
-            return os.pwritev(file, [buffers.memory], offset)
-        return os.preadv(file, [buffers.memory], offset)
+        call = os.pwritev if writes else os.preadv
+        return call(file, [buffers.take()], offset)
 
     opened = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in files]
     try:

@@ -17,21 +17,22 @@ MERGE_BYTES = 14  # of disk a parameter: the checkpoint, the engine's files mean
 
 def restore(bench: Bench, nvme: Child) -> None:
     """load_checkpoint of one file by an engine in memory, and by one on NVMe, which writes what it loads; of linked
-    slabs by the latter; and fio over that file. Nothing is in the page cache before each, and each is the first load
-    of a new engine, as in a run that goes on."""
+    slabs by the latter; and fio over that file, into buffers that it uses again, and into new memory, as a restore.
+    Nothing is in the page cache before each, and each is the first load of a new engine, as in a run that goes on."""
     dense, linked = bench.folder / "dense", bench.folder / "linked"
     nvme.ask(do="save", folder=str(linked), blocking=True)
     with bench.engine([], "host") as ram:
         ram.ask(do="save", folder=str(dense), blocking=True)
     size = places.copied_bytes(dense)
     ratios: dict[str, list[float]] = {"restore": [], "restore_nvme": [], "restore_linked": []}
-    speeds, shares = [], []
+    reads = {"fio": disk_speed.read, "fio_new": disk_speed.read_into_new_memory}
+    speeds, shares, beside_new = [], [], []
     for number in range(bench.args.rounds):
         speed: dict[str, float] = {}
-        for way in in_turn(["fio", *ratios], number):
-            if way == "fio":
+        for way in in_turn([*reads, *ratios], number):
+            if way in reads:
                 places.drop_pages(dense)
-                speed[way] = disk_speed.read(places.files_of(dense)).bytes_per_s
+                speed[way] = reads[way](places.files_of(dense)).bytes_per_s
                 continue
             on = ([], "host") if way == "restore" else ([bench.folder], "nvme")
             with bench.engine(*on) as new:
@@ -40,10 +41,12 @@ def restore(bench: Bench, nvme: Child) -> None:
             shares += [turn["read_bytes"] / size] if way == "restore" else []
         for way, values in ratios.items():
             values.append(speed[way] / speed["fio"])
+        beside_new.append(speed["restore"] / speed["fio_new"])
         speeds.append(speed["fio"])
         print("  GB/s: " + ", ".join(f"{way} {value / 1e9:.2f}" for way, value in speed.items()), flush=True)
     for way, values in ratios.items():
         bench.ratio(f"{way}_vs_fio", values)
+    bench.ratio("restore_vs_fio_into_new_memory", beside_new)
     bench.figure("restore_bytes", size)
     bench.figure("restore_read_from_disk_vs_bytes", median(shares))
     bench.figure("fio_read_bytes_per_s", median(speeds))

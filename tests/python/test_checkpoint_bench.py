@@ -52,6 +52,7 @@ def test_files_are_restored_and_merged(tmp_path):
     found = result(tmp_path, "--parts", "restore,merge")
     assert found["restore_bytes"] >= 10 * found["parameters"]
     assert found["restore_vs_fio"] > 0 and found["restore_linked_vs_fio"] > 0
+    assert found["restore_vs_fio_into_new_memory"] > 0
     assert found["merge_bytes"] == 2 * found["merge_parameters"]
     assert found["merge_largest_tensor_bytes"] == 50304 * 128 * 2, "the embedding in bf16"
     assert found["merge_peak_bytes"] > 0 and found["failed"] == {}
