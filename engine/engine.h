@@ -211,9 +211,10 @@ class Engine {
                         std::string_view dtype);
   /// Says that the caller has clipped gradients itself: the next step does not apply the configured limit.
   void clipped_by_caller();
-  /// Says that gradients are those of a loss multiplied by `scale`, from now on and of the present step:
-  /// norms, limits and updates are of gradients divided by it; what is read and replaced is not divided. 1 at
-  /// first. Throws std::invalid_argument unless it is positive and finite. Every rank gives the same.
+  /// Says that gradients are those of a loss multiplied by `scale`, those of the present step too. Norms,
+  /// limits and updates are of gradients divided by it; read_gradient() and replace_gradient() move the
+  /// scaled values. The scale is 1 until this is called. All ranks must give the same. Throws
+  /// std::invalid_argument unless it is positive and finite.
   void set_loss_scale(double scale);
   /// Copies the gradient into `out`, in a dtype of add_gradient(). Throws std::invalid_argument where there
   /// is none.

@@ -32,10 +32,10 @@ class HostPages {
   int64_t bytes_ = 0;
 };
 
-/// Makes the kernel give pages to all of `memory`, which need not begin or end with one, as if each had been
+/// Makes the kernel give pages to all of `memory`, which need not begin or end at a page, as if each had been
 /// written to; what is there stays. One thread that goes ahead of those that write takes half the time of
-/// many that meet missing pages at once. Does nothing on kernels that cannot (before 5.14), nor where there
-/// is no memory left: whoever writes learns of that.
+/// many that meet missing pages at once. Does nothing on kernels before 5.14. Reports no error where memory
+/// runs out: the thread that writes there meets it.
 void populate(std::span<std::byte> memory) noexcept;
 
 }  // namespace overspill::kernels

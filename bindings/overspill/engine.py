@@ -163,7 +163,9 @@ class Engine(Stepping, Figures, Saving):
         """Each is in `made` as soon as it is there, for who undoes them. `several`: the script gave a list."""
         holders = self.world_size * (self._model_group.world if self._model_group else 1)
         if self._settings.loss_scaling.enabled:
-            loss_scaling.check(self._settings, several, any(each.foreign for each, _ in taken))
+            loss_scaling.check(
+                self._settings, several, next((each.kind for each, _ in taken if each.foreign), None)
+            )
             self._residency.gradients.scaler = loss_scaling.LossScaler(self._settings.loss_scaling)
         for each, user in taken:
             made.append(self._make_optimizer(each, user, holders))

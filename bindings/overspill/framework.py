@@ -25,7 +25,7 @@ def settings(source: ConfigSource, framework: str, objects: dict[str, str], said
         objects: keys that a configuration must not have here, since the framework brings the object; and where it does
         said: by key of the configuration
 
-    Raises: ConfigError where the configuration has one of `objects`, or says another value than `said`.
+    Raises: ConfigError where the configuration has one of `objects`, says another value than `said`, or scales losses.
     """
     given = Config.read(source)
     for name, where in objects.items():
@@ -34,6 +34,11 @@ def settings(source: ConfigSource, framework: str, objects: dict[str, str], said
                 f"config: {name} is in the configuration, and that of {framework} counts: leave it out, and give "
                 f"{where}"
             )
+    if given.loss_scaling.enabled:
+        raise ConfigError(
+            f"config: loss_scaling.enabled: {framework} calls loss.backward(), and the engine scales losses in "
+            "engine.backward alone: train in bf16"
+        )
     for name, (theirs, value) in said.items():
         if name in given.model_fields_set and getattr(given, name) != value:
             raise ConfigError(

@@ -301,8 +301,10 @@ def take_in(s: Segment) -> None:
     if gradients.scaler is not None and not gradients.scaler.inside:
         set_grad(s.parameter, None)
         raise RuntimeError(
-            f"overspill: a gradient of {s.name} comes from a backward that does not scale its loss (loss_scaling): "
-            "call engine.backward(loss)"
+            f"overspill: loss_scaling.enabled: {s.name} got a gradient from a backward that is not "
+            "engine.backward(loss), and the engine scales losses there alone: call engine.backward(loss); or leave "
+            "loss_scaling out, and scale with torch.amp.GradScaler. Where a framework or a schedule of pipeline stages "
+            "calls backward, train in bf16"
         )
     if gradient.requires_grad:
         gradients.graphs.add(s)

@@ -95,7 +95,7 @@ class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
             return
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError(
-                "overspill: precision = 16-mixed: Lightning would scale the losses: give bf16-mixed, or bf16-true"
+                "overspill: precision = 16-mixed: Lightning scales the losses itself: give bf16-mixed, or bf16-true"
             )
         _check_callbacks(trainer.callbacks)
         assert self.accelerator is not None and self.model is not None

@@ -85,27 +85,32 @@ class LossScaler:
             self._good, self._left = course.good, min(course.left, self.settings.hysteresis)
 
 
-def check(config: Config, several: bool, foreign: bool) -> None:
+def check(config: Config, several: bool, foreign: str | None) -> None:
     """Raises ValueError where something beside the engine's own update would use scaled gradients. `several`: there is
-    a list of optimizers; `foreign`: torch makes the step."""
+    a list of optimizers; `foreign`: the class of an optimizer whose own code makes the steps."""
     why = None
     if several:
         why = "a list of optimizers steps at different times: give one optimizer with a group for each"
-    elif foreign:
+    elif foreign is not None:
         why = (
-            "torch's own code makes the steps, of weights in float64 or of an optimizer that the engine has not: train "
-            "in float32 or fp16 with torch.optim.AdamW, or another of the engine's"
+            f"{foreign} makes its steps with its own code, which knows no scale (all optimizers do over float64 "
+            "weights): take torch.optim.AdamW, or another of the engine's (docs/scripts.md, Optimizers), over fp32 or "
+            "fp16 weights"
         )
     elif config.on_nonfinite != "skip":
-        why = f'on_nonfinite is "{config.on_nonfinite}", and a step that overflows has to be left out: give "skip"'
+        why = (
+            f'on_nonfinite = "{config.on_nonfinite}", and a step that overflows has to be left out: give "skip", or '
+            "leave it out (in DeepSpeed's JSON it is bf16.check_grad_overflow)"
+        )
     if why is not None:
-        raise ValueError(f"overspill: loss_scaling.enabled: {why}; or scale with torch.amp.GradScaler")
+        raise ValueError(f"overspill: loss_scaling.enabled: {why}")
 
 
-def take_scale(optimizer: Any) -> tuple[float, bool]:
-    """What GradScaler has put on an optimizer for its step: the scale of the loss, and whether a gradient is not
-    finite."""
-    scale, found = (vars(optimizer).get(name) for name in ("grad_scale", "found_inf"))
+def take_scale(*stepped: Any) -> tuple[float, bool]:
+    """What GradScaler has put on the optimizer that it stepped, the script's own or the engine's: the scale of the
+    loss, and whether a gradient is not finite."""
+    given = next((vars(each) for each in stepped if "found_inf" in vars(each)), {})
+    scale, found = given.get("grad_scale"), given.get("found_inf")
     return (
         1.0 if scale is None else float(scale),
         isinstance(found, torch.Tensor) and bool(found.item()),

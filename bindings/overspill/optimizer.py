@@ -35,7 +35,8 @@ from .states import States
 
 
 class NonFiniteError(_core.OverspillError, FloatingPointError):
-    """A gradient has an inf or a NaN, and on_nonfinite is "raise". The step was skipped, its gradients cleared."""
+    """A gradient has an inf or a NaN, and on_nonfinite is "raise", or the loss scale is at its least. The engine left
+    the step out and cleared its gradients."""
 
 
 class OverspillOptimizer(torch.optim.Optimizer):
@@ -198,7 +199,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
         Returns: the closure's loss; None without one. The outcome is in `last_step`.
 
         Raises:
-            NonFiniteError: a gradient has an inf or a NaN, and on_nonfinite is "raise"
+            NonFiniteError: a gradient has an inf or a NaN, and on_nonfinite is "raise", or the loss scale at its least
             ValueError: a group has a number that no update can use
             RuntimeError: groups came, went or changed since `initialize`
             EngineFailed, StoreError: the engine, a disk or another rank failed
@@ -216,7 +217,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
 
     def _scaled(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """The core's step; where GradScaler has given the scale of the loss with this one, with that."""
-        scale, self._expected = loss_scaling.take_scale(self if self.user is None else self.user)
+        scale, self._expected = loss_scaling.take_scale(self, *(() if self.user is None else (self.user,)))
         if scale == 1 and not self._expected:
             return step
         if self.residency.gradients.scaler is not None:
@@ -224,7 +225,12 @@ class OverspillOptimizer(torch.optim.Optimizer):
                 "overspill: a step by torch.amp.GradScaler, where loss_scaling is enabled: the engine scales losses "
                 "itself: call engine.backward(loss) and engine.step(), or leave loss_scaling out"
             )
-        core = self.residency.core
+        core, propagates = self.residency.core, self.on_nonfinite == "propagate"
+        if self._expected and propagates and self.ranks > 1:
+            raise RankError(
+                'overspill: torch.amp.GradScaler leaves this step out, and on_nonfinite = "propagate" takes it, on '
+                f'{self.ranks} ranks: set on_nonfinite to "skip"'
+            )
 
         def scaled() -> Any:
             core.set_loss_scale(scale)
@@ -258,7 +264,8 @@ class OverspillOptimizer(torch.optim.Optimizer):
             gradients.updated(self.last_step.skipped, self.groups.part)
         scaler = gradients.scaler
         self._overflowed = scaler is not None and not scaler.stepped(self.last_step.skipped)
-        if self.last_step.skipped and scaler is None and not self._expected:
+        scales = scaler is not None and scaler.is_dynamic  # then some steps have to overflow
+        if self.last_step.skipped and not scales and not self._expected:
             self._tell_skipped()
         self.residency.refresh()
         for each in (self, *self.beside):
@@ -285,9 +292,10 @@ class OverspillOptimizer(torch.optim.Optimizer):
     def _raise_skipped(self) -> None:
         if self._overflowed:
             raise NonFiniteError(
-                f"overspill: {self._culprit()} has an inf or a NaN, and the loss scale cannot fall below "
-                f"loss_scaling.min_loss_scale: the step is left out, weights and states are as they were. The loss "
-                "itself may be too large for fp16: train in bf16, or with a smaller learning rate"
+                f"overspill: {self._culprit()} has an inf or a NaN, and the loss scale is the least that "
+                f"loss_scaling.min_loss_scale allows, {self.residency.gradients.scaler.scale:g}: the step is left out, "
+                "weights and states are as they were. The loss itself may be too large for fp16: train in bf16, or "
+                "with a smaller learning rate"
             )
         if self.on_nonfinite == "raise" and self.last_step.skipped and not self._expected:
             raise NonFiniteError(

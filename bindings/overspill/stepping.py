@@ -38,13 +38,11 @@ class Stepping(StandIn):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Computes gradients of loss / gradient_accumulation_steps, which add up until `step`. The engine keeps them:
-        in bf16 for one micro-batch, in fp32 for several. `loss.backward()` means the same without the division.
+        in bf16 for one micro-batch, in fp32 for several. `loss.backward()` means the same without the division. With
+        `loss_scaling` the engine multiplies the loss by `current_loss_scale` first, and refuses `loss.backward()`.
 
         Args:
             loss: one element, on `device`, that the model's output led to; keywords are Tensor.backward's
-
-        With `loss_scaling` the gradients are those of the loss times `current_loss_scale`, by which the engine divides
-        what it computes with.
 
         Returns: the loss / gradient_accumulation_steps.
 

@@ -41,8 +41,7 @@ _hf: Any = need("transformers")
 _CHECKPOINT = "overspill"  # in each checkpoint-N of the Trainer's
 _PART = "model.new"  # where a model is written before its files get their places
 _REFUSED = {
-    "fp16": "it scales losses by Accelerate's scaler: make the model in fp16 and set loss_scaling.enabled in the "
-    "engine's configuration, or give bf16",
+    "fp16": "the Trainer calls loss.backward(), and the engine scales losses in engine.backward alone: give bf16",
     "fp16_full_eval": "weights stay in the dtype that they have",
     "bf16_full_eval": "weights stay in the dtype that they have: make the model in bf16",
     "torch_compile": "it gains nothing under an engine, whose hooks break the graph at each module",

@@ -104,7 +104,8 @@ class Restorer {
   }
 
  private:
-  /// A new engine's memory has no pages yet. No thread: the readers get them one by one.
+  /// A new engine's memory has no pages yet. If no thread can be started, each reader gets its pages from the
+  /// kernel when it writes.
   std::jthread start_populating() const {
     try {
       return std::jthread([this](const std::stop_token& stop) {

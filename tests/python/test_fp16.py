@@ -5,6 +5,7 @@ import copy
 import itertools
 import json
 import math
+import re
 import warnings
 
 import launch
@@ -13,8 +14,10 @@ import torch
 from torch import nn
 
 import overspill
-from overspill import loss_scaling
+from overspill import framework, loss_scaling
+from overspill.cli import main
 from overspill.config import LossScaling
+from overspill.deepspeed import fragments
 
 STEPS = 14
 
@@ -150,6 +153,39 @@ def test_a_grad_scaler_reads_no_gradients(config, monkeypatch):
     assert not hasattr(optimizer, loss_scaling.PROTOCOL)
 
 
+@pytest.mark.parametrize("mine", [True, False], ids=["the_scripts_own", "the_engines"])
+def test_a_grad_scaler_may_step_either_object(mine, config):
+    """SGD, which follows the gradient's size."""
+    found = []
+    for scale in (2.0**10, 1.0):
+        model = network()
+        own = torch.optim.SGD(model.parameters(), lr=1e-2)
+        said = config("host", job=f"scale{scale}")
+        del said["optimizer"]
+        engine, ours, *_ = overspill.initialize(model, said, own)
+        grad_scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        x, y = batch(0)
+        grad_scaler.scale(nn.functional.mse_loss(engine(x), y)).backward()
+        grad_scaler.step(own if mine else ours)
+        grad_scaler.update()
+        found.append((engine.last_step.norm, engine.state_dict()))
+        engine.close()
+    assert found[0][0] == found[1][0]
+    for name, weight in found[0][1].items():
+        assert torch.equal(weight, found[1][1][name]), name
+
+
+def test_a_fixed_scale_tells_of_steps_that_are_left_out(config):
+    said = settings(config, "host")
+    said["loss_scaling"] = {"enabled": True, "loss_scale": 128.0}
+    engine, *_ = overspill.initialize(network(), said)
+    engine.backward(loss_of(engine, 0) * math.inf)
+    with pytest.warns(UserWarning, match="a step is skipped"):
+        engine.step()
+    assert engine.last_step.skipped and engine.current_loss_scale == 128
+    engine.close()
+
+
 def test_what_a_run_goes_on_with(config, tmp_path):
     said = settings(config, "half")
     engine, *_ = overspill.initialize(network(), copy.deepcopy(said))
@@ -209,7 +245,7 @@ def test_gradients_are_those_of_the_loss(config):
 
 def test_a_backward_that_does_not_scale_is_refused(config):
     engine, *_ = overspill.initialize(network(), settings(config, "host"))
-    with pytest.raises(RuntimeError, match=r"backward that does not scale its loss .*engine\.backward"):
+    with pytest.raises(RuntimeError, match=r"got a gradient from a backward that is not engine\.backward"):
         loss_of(engine, 0).backward()
     engine.zero_grad()
     engine.backward(loss_of(engine, 0))
@@ -225,7 +261,9 @@ def test_an_overflow_at_the_least_scale_is_an_error(config):
     said["loss_scaling"] |= {"initial_scale_power": 1, "min_loss_scale": 2.0}
     engine, *_ = overspill.initialize(network(), said)
     engine.backward(loss_of(engine, 0) * math.inf)
-    with pytest.raises(overspill.NonFiniteError, match="cannot fall below"):
+    with pytest.raises(
+        overspill.NonFiniteError, match=r"the least that loss_scaling\.min_loss_scale allows, 2:"
+    ):
         engine.step()
     assert engine.last_step.skipped and engine.current_loss_scale == 2
     engine.close()
@@ -234,10 +272,10 @@ def test_an_overflow_at_the_least_scale_is_an_error(config):
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"on_nonfinite": "raise"}, 'on_nonfinite is "raise"'),
-        ({"optimizer": torch.optim.Adafactor}, "torch's own code makes the steps"),
+        ({"on_nonfinite": "raise"}, 'on_nonfinite = "raise"'),
+        ({"optimizer": torch.optim.Adafactor}, "Adafactor makes its steps with its own code"),
         ({"several": True}, "a list of optimizers"),
-        ({"model": torch.float64}, "torch's own code makes the steps"),
+        ({"model": torch.float64}, "AdamW makes its steps with its own code"),
     ],
 )
 def test_what_would_use_scaled_gradients_is_refused(change, said, config):
@@ -289,7 +327,7 @@ def test_the_scale_follows_deepspeeds_rule(hysteresis, consecutive):
         assert ours.scale == scale
 
 
-def test_deepspeeds_json(tmp_path):
+def test_deepspeeds_json(no_group):
     said = {
         "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "hysteresis": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -301,11 +339,32 @@ def test_deepspeeds_json(tmp_path):
     engine.backward(loss_of(engine, 0))
     engine.step()
     assert not optimizer.overflow
+    engine.backward(loss_of(engine, 1))
+    weight = next(engine.module.parameters())
+    gradient = fragments.safe_get_full_grad(weight)
+    fragments.safe_set_full_grad(weight, 2 * gradient)
+    torch.testing.assert_close(fragments.safe_get_full_grad(weight), 2 * gradient, rtol=1e-3, atol=1e-6)
     with pytest.raises(RuntimeError, match=r"call engine\.backward"):
         engine.scale(loss_of(engine, 1))
     engine.close()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
     both = said | {"bf16": {"enabled": True}}
     with pytest.raises(ValueError, match=r"fp16\.enabled = True beside bf16\.enabled"):
         overspill.deepspeed.initialize(model=network(), config=both)
+
+
+def test_frameworks_that_call_backward_themselves_are_refused():
+    with pytest.raises(overspill.ConfigError, match=r"loss_scaling\.enabled: Lightning calls loss\.backward"):
+        framework.settings({"loss_scaling": {"enabled": True}}, "Lightning", {}, {})
+
+
+@pytest.mark.parametrize(
+    "said, key",
+    [({"dtype": "fp16"}, 'dtype = "fp16"'), ({"fp16": {"enabled": True}}, r"fp16\.enabled = true")],
+)
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_the_commands_refuse_it(command, said, key, tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(said))
+    out = ["--out", str(tmp_path / "out")] if command == "train" else ["--model", str(tmp_path)]
+    assert main([command, "--config", str(file), *out]) != 0
+    assert re.search(key + ": the commands train in bf16 or fp32", capsys.readouterr().err)

@@ -330,7 +330,7 @@ def test_a_second_fit_begins_with_the_weights_of_the_first(strategy, tmp_path):
 def test_a_model_that_loses_by_fp16_is_refused(strategy, tmp_path):
     trainer = trainer_of(tmp_path, strategy())
     trainer.strategy.precision_plugin.scaler = object()  # as 16-mixed has one, on a GPU
-    with pytest.raises(ValueError, match="precision = 16-mixed: Lightning would scale the losses"):
+    with pytest.raises(ValueError, match="precision = 16-mixed: Lightning scales the losses itself"):
         trainer.fit(made(), loader())
 
 

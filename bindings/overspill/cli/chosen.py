@@ -42,6 +42,12 @@ class ConfigFile:
         """What it holds, DeepSpeed's JSON as what it means, with absolute paths and the optimizer in its flat form.
         Raises ConfigError, and ValueError for a wrong optimizer."""
         config = meant(copy.deepcopy(self.values))
+        if config.get("dtype") == "fp16":
+            key = "fp16.enabled = true" if "fp16" in self.values else 'dtype = "fp16"'
+            raise ConfigError(
+                f"config: {key}: the commands train in bf16 or fp32: give one of these, or call overspill.initialize "
+                "in a script"
+            )
         if self.is_deepspeeds():
             config.setdefault("dtype", "fp32")  # what DeepSpeed's JSON means that does not enable bf16
         if isinstance(config.get("optimizer"), dict):

@@ -135,23 +135,24 @@ class Frozen(Section):
 
 
 class LossScaling(Section):
-    """What `engine.backward` multiplies the loss by, for weights in fp16 or torch.autocast in fp16; norms, clipping and
-    updates are of gradients without it. The keys are DeepSpeed's (docs/scripts.md, fp16)."""
+    """`engine.backward` multiplies the loss by a scale, for weights in fp16 or torch.autocast in fp16. The engine
+    divides by it before it computes norms, clips and updates. Needs `on_nonfinite` "skip". The keys are those of
+    DeepSpeed's fp16 (docs/scripts.md, fp16)."""
 
     enabled: bool = False
     """false: a loss is taken as it is; a script may scale it with torch.amp.GradScaler."""
     loss_scale: Float = Field(0.0, ge=0, le=2.0**100)
-    """A fixed scale. 0: it is found, and follows the gradients."""
+    """A fixed scale. 0: the engine adjusts the scale while it trains; the keys below apply only then."""
     initial_scale_power: Int = Field(16, ge=0, le=100)
     """The first scale is 2 to this power."""
     loss_scale_window: Int = Field(1000, ge=1, lt=2**31)
     """After so many steps in a row without an inf or a NaN the scale doubles."""
     hysteresis: Int = Field(2, ge=1, lt=2**31)
-    """After so many steps that are left out for an inf or a NaN the scale halves, and at each further one."""
+    """So many steps must overflow (an inf or a NaN) before the scale halves; each further one then halves it again."""
     consecutive_hysteresis: bool = False
-    """true: a good step begins that count anew; false: only a scale that doubles does."""
+    """true: a step without overflow starts the count of `hysteresis` again. false: only a scale that doubles does."""
     min_loss_scale: Float = Field(1.0, gt=0, le=2.0**100)
-    """The scale does not fall below it: a further step that would halve it raises NonFiniteError."""
+    """The least scale. A step that overflows at it, where the scale would halve, raises NonFiniteError."""
 
 
 class EngineOptions(Section):
@@ -219,7 +220,7 @@ class Config(Section):
     """To which `initialize` converts the weights before it takes them; buffers stay as they are. null: none is
     converted."""
     loss_scaling: LossScaling = LossScaling()
-    """Of gradients that would be too small for fp16."""
+    """Whether and how the engine scales losses, so that small gradients do not become zero in fp16."""
     frozen: Frozen = Frozen()
     """Weights that do not train, such as the base of adapters."""
     scheduler: Scheduler | None = None

@@ -206,9 +206,9 @@ class DeepSpeedEngine(Engine):
             yield
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as it is, for a `backward` of its own: bf16 and fp32 need no scaling. Raises AssertionError for what
-        is no loss, and where neither the JSON nor the script gave an optimizer, as there; RuntimeError where
-        fp16.enabled asks for scaling, which only `backward` of the engine does."""
+        """The loss as it is, for a `backward` of its own: bf16 and fp32 need no scaling. Raises RuntimeError with
+        fp16.enabled, since only engine.backward scales; AssertionError for what is no loss, and where neither the JSON
+        nor the script gave an optimizer, as there."""
         if self._for_inference:
             raise AssertionError(
                 "overspill: engine.scale: must provide optimizer during init: give initialize one"

@@ -103,10 +103,13 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
     def write(engine: DeepSpeedEngine, segment: Segment) -> None:
         engine._residency.gradients.settle()
-        unit, flat = segment.unit, moments.as_held(value, torch.float32, segment)
+        scaler = engine._residency.gradients.scaler
+        # The engine has gradients of the scaled loss.
+        given = value if scaler is None else value.detach().float() * scaler.scale
+        unit, flat = segment.unit, moments.as_held(given, torch.float32, segment)
         if engine._core.replace_whole_gradient(unit.index, segment.index, flat.data_ptr(), flat.nbytes):
             return
-        if engine.world_size == 1:
+        if engine.world_size == 1 and scaler is None:
             engine._residency.gradients.write(segment, value.detach().to(segment.unit.dtype, copy=True))
         else:
             raise ValueError(f"overspill: {call}: {segment.name} has no gradient: call backward before it")

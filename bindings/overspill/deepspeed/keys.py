@@ -117,9 +117,13 @@ KEYS: tuple[Key, ...] = (
             "min_loss_scale",
         )
     ),
-    _refused("fp16.auto_cast", "inputs stay as the script gives them: call x.half()"),
+    _refused(
+        "fp16.auto_cast",
+        "the engine does not convert inputs: call x.half(), and leave auto_cast out (Accelerate adds it where the JSON "
+        'has no section fp16: write "fp16": {"enabled": true})',
+    ),
     _refused("fp16.fp16_master_weights_and_grads", "masters are fp32"),
-    *_unused("there is one optimizer in fp16", "fp16.fused_optimizer"),
+    *_unused("the engine makes the update", "fp16.fused_optimizer"),
     _refused("amp", "apex is not used: train in bf16, or put torch.autocast around the forward pass"),
     _refused("torch_autocast", "put torch.autocast around the forward pass in the script"),
     _refused("data_types.grad_accum_dtype", "micro-batches are added up in fp32", "fp32"),

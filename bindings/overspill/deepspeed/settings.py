@@ -14,6 +14,7 @@ _DOCUMENT = "docs/coming-from-deepspeed.md"
 _OVERRIDES = "overspill"
 _TOP = {key.path.partition(".")[0] for key in KEYS} | {_OVERRIDES}
 _CLIPPING = 1.0  # DeepSpeed's default
+_REFUSED_IN_FP16 = ("auto_cast", "fp16_master_weights_and_grads")  # where it is enabled
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,9 @@ def translate(data: dict[str, Any], own: set[str], world: int | None = None) -> 
         data = {key: value for key, value in data.items() if key != "bfloat16"} | {
             "bf16": data.get("bf16", data["bfloat16"])
         }
+    fp16 = data.get("fp16")
+    if isinstance(fp16, dict) and fp16.get("enabled", False) is False:
+        data = data | {"fp16": {key: value for key, value in fp16.items() if key not in _REFUSED_IN_FP16}}
     wrong: list[str] = []
     unused: list[str] = []
     auto: list[str] = []
@@ -192,8 +196,8 @@ def _take_fp16(made: dict[str, Any], fp16: dict[str, Any]) -> None:
     if "dtype" in made:
         raise ValueError("config: fp16.enabled = True beside bf16.enabled: enable one of them")
     made["dtype"] = "fp16"
-    keys = ("auto_cast", "fp16_master_weights_and_grads", "fused_optimizer")
-    made["loss_scaling"] = {name: value for name, value in fp16.items() if name not in keys}
+    others = {*_REFUSED_IN_FP16, "fused_optimizer"}
+    made["loss_scaling"] = {name: value for name, value in fp16.items() if name not in others}
 
 
 def allreduce_op(data: dict[str, Any]) -> str:
