@@ -362,9 +362,9 @@ def test_frameworks_that_call_backward_themselves_are_refused():
     [({"dtype": "fp16"}, 'dtype = "fp16"'), ({"fp16": {"enabled": True}}, r"fp16\.enabled = true")],
 )
 @pytest.mark.parametrize("command", ["train", "plan"])
-def test_the_commands_refuse_it(command, said, key, tmp_path, capsys):
+def test_the_commands_refuse_it(command, said, key, on_disk, tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(said))
-    out = ["--out", str(tmp_path / "out")] if command == "train" else ["--model", str(tmp_path)]
+    out = ["--out", str(tmp_path / "out")] if command == "train" else ["--model", str(on_disk.model)]
     assert main([command, "--config", str(file), *out]) != 0
     assert re.search(key + ": the commands train in bf16 or fp32", capsys.readouterr().err)
