@@ -51,11 +51,19 @@ class LossScaler:
         self.is_dynamic = settings.loss_scale == 0
         self.scale = 2.0**settings.initial_scale_power if self.is_dynamic else settings.loss_scale
         self.inside = 0  # calls of engine.backward under way
+        self._followed: Any = None  # the last outcome that counted
         self._good = 0  # steps since the last overflow
         self._left = settings.hysteresis  # overflows until the scale falls
 
+    def follow(self, outcome: Any) -> bool:
+        """After an update, and before what needs the scale: Ctrl-C may have come between. `outcome`: of the last
+        update. False: it was left out now, and the scale cannot fall further."""
+        if outcome is None or outcome is self._followed:
+            return True
+        self._followed = outcome
+        return self.stepped(outcome.skipped)
+
     def stepped(self, skipped: bool) -> bool:
-        """After an update. False: it was left out, and the scale cannot fall further."""
         if not self.is_dynamic:
             return True
         if skipped:

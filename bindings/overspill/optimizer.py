@@ -211,46 +211,42 @@ class OverspillOptimizer(torch.optim.Optimizer):
         with calls.Alone():
             calls.start_update(self.residency, "a step of the optimizer")
             self.settle()
-            self._make(self._scaled(functools.partial(self._core_step, hyper_parameters)))
+            self._step_core(hyper_parameters)
         self._raise_skipped()
         return loss
 
-    def _scaled(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """The core's step; where GradScaler has given the scale of the loss with this one, with that."""
+    def _step_core(self, hyper_parameters: list[dict[str, Any]]) -> None:
+        """Makes the core's step; where GradScaler has given the scale of the loss with this one, with that. What is
+        made is a call of C alone: Ctrl-C would lose the outcome between it and a function around it."""
+        core, range_ = self.residency.core, groups_of(self.groups.part)
+        step = functools.partial(core.step, hyper_parameters, range_)
         scale, self._expected = loss_scaling.take_scale(self, *(() if self.user is None else (self.user,)))
-        if scale == 1 and not self._expected:
-            return step
         if self.residency.gradients.scaler is not None:
-            raise RuntimeError(
-                "overspill: a step by torch.amp.GradScaler, where loss_scaling is enabled: the engine scales losses "
-                "itself: call engine.backward(loss) and engine.step(), or leave loss_scaling out"
-            )
-        core, propagates = self.residency.core, self.on_nonfinite == "propagate"
-        if self._expected and propagates and self.ranks > 1:
+            if scale != 1 or self._expected:
+                raise RuntimeError(
+                    "overspill: a step by torch.amp.GradScaler, where loss_scaling is enabled: the engine scales "
+                    "losses itself: call engine.backward(loss) and engine.step(), or leave loss_scaling out"
+                )
+            self._make(step)
+            return
+        if self._expected and self.ranks == 1:
+            step = functools.partial(core.skip_step, range_)
+        elif self._expected and self.on_nonfinite == "propagate":
             raise RankError(
                 'overspill: torch.amp.GradScaler leaves this step out, and on_nonfinite = "propagate" takes it, on '
                 f'{self.ranks} ranks: set on_nonfinite to "skip"'
             )
-
-        def scaled() -> Any:
-            core.set_loss_scale(scale)
-            try:
-                if self._expected and self.ranks == 1:
-                    return core.skip_step(groups_of(self.groups.part))
-                return step()
-            finally:
-                core.set_loss_scale(1.0)
-
-        return scaled
+        core.set_loss_scale(scale)  # also 1: Ctrl-C may have kept the last step from setting it below
+        try:
+            self._make(step)
+        finally:
+            core.set_loss_scale(1.0)
 
     def _find_overflow(self, found_inf: torch.Tensor) -> dict[torch.device, torch.Tensor]:
         """For GradScaler (loss_scaling.py), before it gives a step its scale. Collective."""
         with calls.Alone(), DisableTorchFunction():
             norm = self.residency.gradients.norm(self.groups.part)
         return loss_scaling.find_overflow(norm, found_inf)
-
-    def _core_step(self, hyper_parameters: list[dict[str, Any]]) -> Any:
-        return self.residency.core.step(hyper_parameters, groups_of(self.groups.part))
 
     def _make(self, step: Callable[[], Any]) -> None:
         """Makes one update: `step` makes the core's update and returns the outcome. Inside calls.Alone."""
@@ -263,7 +259,7 @@ class OverspillOptimizer(torch.optim.Optimizer):
             gradients.update(functools.partial(boundary.keep, self.outcomes, step), self.keeps_gradients())
             gradients.updated(self.last_step.skipped, self.groups.part)
         scaler = gradients.scaler
-        self._overflowed = scaler is not None and not scaler.stepped(self.last_step.skipped)
+        self._overflowed = scaler is not None and not scaler.follow(self.last_step)
         scales = scaler is not None and scaler.is_dynamic  # then some steps have to overflow
         if self.last_step.skipped and not scales and not self._expected:
             self._tell_skipped()

@@ -61,6 +61,7 @@ class Stepping(StandIn):
         if scaler is None:
             share.backward(**kwargs)  # type: ignore[no-untyped-call]
             return share
+        scaler.follow(self.last_step)
         self._core.set_loss_scale(scaler.scale)
         scaler.inside += 1
         try:

@@ -294,6 +294,25 @@ def test_what_would_use_scaled_gradients_is_refused(change, said, config):
         overspill.initialize(model, meant, optimizer)
 
 
+def test_a_step_that_ctrl_c_kept_from_counting_counts_with_the_next_backward(config, monkeypatch):
+    engine, *_ = overspill.initialize(network(), settings(config, "host"))
+    engine.backward(loss_of(engine, 0) * math.inf)
+
+    def struck(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loss_scaling.LossScaler, "follow", struck)
+        engine.step()
+    assert engine.last_step.skipped and engine.current_loss_scale == 2.0**20
+    engine.zero_grad()
+    engine.backward(loss_of(engine, 1) * 2.0**-10)
+    assert engine.current_loss_scale == 2.0**19
+    engine.step()
+    assert not engine.last_step.skipped and engine.current_loss_scale == 2.0**19
+    engine.close()
+
+
 def by_deepspeeds_rule(settings, overflows):
     """DeepSpeed 0.19's DynamicLossScaler.update_scale, as its documentation has it."""
     scale, since, left = 2.0**settings.initial_scale_power, -1, settings.hysteresis
