@@ -75,7 +75,7 @@ def translate(data: dict[str, Any], own: set[str], world: int | None = None) -> 
             "bf16": data.get("bf16", data["bfloat16"])
         }
     fp16 = data.get("fp16")
-    if isinstance(fp16, dict) and fp16.get("enabled", False) is False:
+    if isinstance(fp16, dict) and fp16.get("enabled") is False:
         data = data | {"fp16": {key: value for key, value in fp16.items() if key not in _REFUSED_IN_FP16}}
     wrong: list[str] = []
     unused: list[str] = []
