@@ -213,7 +213,9 @@ class Guard:
     def forget_broken(self, python: FrameType) -> None:
         """Ends the calls of this thread that were broken off. `python`: the frame on top of its stack."""
         stack = here.stack
-        if stack.calls and not stack.calls[-1].is_on(python):
+        if not stack.calls:
+            stack.without_modes()  # Ctrl-C struck between the end of the last call and of its modes
+        elif not stack.calls[-1].is_on(python):
             calls.settle(python)
 
     def end_backward(self, call: Call) -> None:

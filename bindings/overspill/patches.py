@@ -314,7 +314,8 @@ def unscale_grads(
     allow_fp16: bool,
 ) -> dict[torch.device, torch.Tensor]:
     """`allow_fp16`: for an optimizer that takes the scale with its step, nothing is unscaled here."""
-    find = getattr(optimizer, "_find_overflow", None) if allow_fp16 else None
+    asks = allow_fp16 and inv_scale.item() == 1  # else a script of its own has something divided
+    find = getattr(optimizer, "_find_overflow", None) if asks else None
     if find is None:
         return _unscale_grads(self, optimizer, inv_scale, found_inf, allow_fp16)
     return find(found_inf)
