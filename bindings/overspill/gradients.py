@@ -45,6 +45,11 @@ class Gradients:
         self.by_torch: list[Segment] = []
         self.copies = Copies(_as_held, self._replace, self._give)
 
+    @property
+    def loss_scale(self) -> float:
+        """What the engine's gradients are to be divided by; 1 where engine.backward scales no losses."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
     def are_touched(self) -> bool:
         """Whether a gradient that arrives meets anything here."""
         return self.used or self.clears is not None or bool(self.copies)

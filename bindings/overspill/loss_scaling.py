@@ -36,7 +36,9 @@ class Course:
         if value is None:
             return None
         scale, good, left = float(value["scale"]), value["good"], value["left"]
-        if not (2.0**-100 <= scale <= 2.0**127 and type(good) is type(left) is int and good >= 0 and left >= 1):
+        if not (
+            2.0**-100 <= scale <= 2.0**127 and type(good) is type(left) is int and good >= 0 and left >= 1
+        ):
             raise ValueError(f"a scale {scale:g} with {good!r:.20} and {left!r:.20}")
         return cls(scale, good, left)
 

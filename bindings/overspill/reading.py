@@ -110,6 +110,6 @@ def _gradient(segment: Segment, read: Callable[[int, int, int, int], bool]) -> t
         found = read(segment.unit.index, segment.index, out.data_ptr(), out.nbytes)
         if not found:
             return None
-        if (scaler := segment.unit.residency.gradients.scaler) is not None:
-            out.div_(scaler.scale)
+        if (scale := segment.unit.residency.gradients.loss_scale) != 1:
+            out.div_(scale)
         return segment.as_parameter(out)

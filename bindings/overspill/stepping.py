@@ -229,8 +229,8 @@ class Stepping(StandIn):
     @property
     def current_loss_scale(self) -> float:
         """What the next `backward` multiplies the loss by; 1 without `loss_scaling`."""
-        scaler = self._residency.gradients.scaler
-        return 1.0 if scaler is None else scaler.scale
+        scale: float = self._residency.gradients.loss_scale
+        return scale
 
     @property
     def last_step(self) -> Any:

@@ -11,6 +11,19 @@ from ranks_scene import Net, batches, config
 import overspill
 
 
+def update(engine, optimizer, scaler, loss):
+    """One step of the engine's own scaling; with a GradScaler, of that. Returns the next scale."""
+    if scaler is None:
+        engine.backward(loss)
+        engine.step()
+        return engine.current_loss_scale
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return scaler.get_scale()
+
+
 def run(folder: str, by: str) -> dict:
     scaling = {"enabled": by == "engine", "initial_scale_power": 22, "hysteresis": 1, "loss_scale_window": 2}
     torch.manual_seed(7)
@@ -22,15 +35,7 @@ def run(folder: str, by: str) -> dict:
     for x, y in batches(torch.float16):
         x, y = (rows.chunk(engine.world_size)[engine.rank] for rows in (x, y))
         loss = engine(x, y)
-        if by == "engine":
-            engine.backward(loss)
-            engine.step()
-        else:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        scale = engine.current_loss_scale if by == "engine" else scaler.get_scale()
+        scale = update(engine, optimizer, None if by == "engine" else scaler, loss)
         found.append((loss.item(), scale, engine.last_step.skipped))
     with engine.gathered(list(model.parameters())):
         weights = {name: p.detach().float().flatten().tolist() for name, p in model.named_parameters()}

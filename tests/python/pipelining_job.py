@@ -6,6 +6,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from pipeline_job import Block
 from ranks_scene import ROWS, WIDTH, batches, config
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,22 +18,9 @@ MICRO, STAGES = 3, 2
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 2 * WIDTH),
-            nn.Linear(2 * WIDTH, WIDTH),
-        )
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 def blocks() -> list[nn.Module]:
     torch.manual_seed(11)
-    return [Block() for _ in range(2 * STAGES)]
+    return [Block(WIDTH) for _ in range(2 * STAGES)]
 
 
 def whole(folder: str) -> dict:

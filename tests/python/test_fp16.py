@@ -8,6 +8,7 @@ import math
 import re
 import warnings
 
+import fp16_job
 import launch
 import pytest
 import torch
@@ -106,15 +107,7 @@ def test_a_grad_scaler_gives_the_bits_of_the_engines_own(dtype, config):
             with torch.autocast("cpu", torch.float16, enabled=dtype == "fp32"):
                 out = engine(x if dtype == "fp32" else x.half())
             loss = nn.functional.mse_loss(out.float(), y)
-            if own:
-                engine.backward(loss)
-                engine.step()
-            else:
-                scale.scale(loss).backward()
-                scale.step(optimizer)
-                scale.update()
-                optimizer.zero_grad()
-            now = engine.current_loss_scale if own else scale.get_scale()
+            now = fp16_job.update(engine, optimizer, None if own else scale, loss)
             found.append((loss.item(), now, engine.last_step.skipped))
         runs.append((found, engine.state_dict()))
         engine.close()

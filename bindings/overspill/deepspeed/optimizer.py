@@ -78,8 +78,7 @@ class DeepSpeedOptimizer(OverspillOptimizer):
     @property
     def loss_scale(self) -> float:
         """Of the next backward; 1 where no loss is scaled."""
-        scaler = self.residency.gradients.scaler
-        return 1.0 if scaler is None else scaler.scale
+        return self.residency.gradients.loss_scale
 
     cur_scale = loss_scale
 
