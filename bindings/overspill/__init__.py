@@ -25,8 +25,8 @@ from .engine import Engine
 from .folders import FolderError, output_folder
 from .gguf_file import Exported, export_gguf
 from .init import Init
+from .leaving_out import NonFiniteError
 from .merging import Merged, merge
-from .optimizer import NonFiniteError
 from .plan import Plan
 from .ranks import RankError
 from .start import Initialized, initialize

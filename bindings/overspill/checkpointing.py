@@ -140,6 +140,7 @@ def _extra(engine: Engine, client_state: dict[str, Any] | None) -> dict[str, Any
         "random": state.random_states(),
     }
     if (scaler := engine._residency.gradients.scaler) is not None:
+        scaler.follow(engine.last_step)
         extra["loss_scaling"] = scaler.course.to_json()
     if found := divided.Division.of_model(engine.module, engine._model_group, engine._run_id):
         extra["division"] = found.to_json()
@@ -261,9 +262,7 @@ def _load_strictly(engine: Engine, folder: str, manifest: dict[str, Any]) -> dic
 def _restore_counts(engine: Engine, read: Extra) -> None:
     """And the loss's scale, and random states."""
     engine.global_steps, engine.micro_steps = read.global_steps, read.micro_steps
-    scaler = engine._residency.gradients.scaler
-    if scaler is not None and read.loss_scaling is not None:
-        scaler.go_on(read.loss_scaling)
+    engine._residency.gradients.go_on(read.loss_scaling, engine.last_step)
     if len(read.random) == engine.world_size:
         state.restore_random_states(read.random[engine.rank])
 
@@ -314,6 +313,7 @@ def _take_over(engine: Engine, taking: Taking) -> dict[str, Any]:
         _show_loaded(engine, taking.buffers, taking.values)
         engine.global_steps = taking.found.global_steps
         engine.micro_steps = engine.global_steps * engine._settings.gradient_accumulation_steps
+        engine._residency.gradients.go_on(taking.found.loss_scaling, engine.last_step)
     return taking.found.client_state
 
 

@@ -93,6 +93,7 @@ class Engine(Stepping, Figures, Saving):
         alone = group is None and model_group is None
         handover.check(model, alone)
         check_folders(config.budget.nvme)
+        loss_scaling.check_none(model, config)
         source = handover.source(model, checkpoint)
         self.module, self._settings, self._group, self._model_group = model, config, group, model_group
         self.rank, self.world_size = (group.rank, group.world) if group else (0, 1)
@@ -348,8 +349,8 @@ class Engine(Stepping, Figures, Saving):
         tensors of 1 MiB and more lie in unnamed files there, which end with the process. Views of weights that were
         taken before keep their values, and are the weights' no more. On the CPU; of several ranks, which all call it,
         with a configured optimizer, and without gradients. Raises RuntimeError inside a forward, a `gathered` block or
-        a step, MemoryError or OSError where there is no room; then the engine lives on. If Ctrl-C interrupts it, call
-        it again."""
+        a step, or with gradients of a scaled loss, MemoryError or OSError where there is no room; then the engine lives
+        on. If Ctrl-C interrupts it, call it again."""
         if not giving.is_possible(self):
             raise RuntimeError(
                 "overspill: give_back is for an engine on the CPU, of one rank, or of several with a configured "
@@ -358,6 +359,7 @@ class Engine(Stepping, Figures, Saving):
             )
         with calls.Alone():
             if self._residency.why_closed is not giving.GIVEN:
+                giving.check_gradients(self._residency)
                 giving.check_room(self._residency)
                 calls.start_update(self._residency, "engine.give_back")
                 giving.give(self._residency, self.optimizer)

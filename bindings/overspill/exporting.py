@@ -165,8 +165,8 @@ def _read(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if segment is None:
         value = tensor.detach().cpu()
     else:
-        master = dtype is torch.float32 and segment.unit.trainable
-        value = reading.weight(segment, torch.float32 if master else None).detach()
+        exact = dtype is not segment.unit.dtype and segment.unit.trainable  # else it would be rounded twice
+        value = reading.weight(segment, torch.float32 if exact else None).detach()
     return value.to(dtype).contiguous()
 
 

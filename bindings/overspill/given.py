@@ -15,13 +15,14 @@ from torch import nn
 
 from .config.values import can_name_a_file, parse_size
 
-_HERE = str(Path(__file__).parent)
+# Frames between a script and the engine: ours, and torch's around an optimizer's step.
+_BETWEEN = tuple(os.path.dirname(module) for module in (__file__, torch.optim.__file__, torch.amp.__file__))
 
 
 def script_level() -> int:
     """The stacklevel with which a warning of the caller names the script's line, by whatever way it came here."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         level, frame = level + 1, frame.f_back
     return level
 

@@ -42,6 +42,16 @@ def is_possible(engine: Engine) -> bool:
     return user is None and not any(s.unit.trainable and s.has_gradient() for s in engine._residency.segments)
 
 
+def check_gradients(owner: Residency) -> None:
+    """Raises RuntimeError where there are gradients that a plain model could not use."""
+    scale = owner.gradients.loss_scale
+    if scale != 1 and any(s.unit.trainable and s.has_gradient() for s in owner.segments):
+        raise RuntimeError(
+            f"overspill: give_back: the engine has gradients of a loss times {scale:g} (loss_scaling), and a plain "
+            "model has nobody who divides them: end the step (engine.step), or call engine.zero_grad(), before"
+        )
+
+
 def check_room(owner: Residency) -> None:
     """Raises MemoryError where the weights that do not lie in files have no room beside the engine's."""
     needed = sum(s.bytes for s in owner.segments if owner.folder.path is None or s.bytes < files.FROM)

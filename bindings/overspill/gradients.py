@@ -21,7 +21,7 @@ from . import given, place, reading
 from .boundary import counts
 from .copies import Copies
 from .divided import part_of
-from .loss_scaling import LossScaler
+from .loss_scaling import Course, LossScaler
 from .parts import Part, groups_of
 from .ranks import RankError
 from .residency import Residency
@@ -49,6 +49,11 @@ class Gradients:
     def loss_scale(self) -> float:
         """What the engine's gradients are to be divided by; 1 where engine.backward scales no losses."""
         return 1.0 if self.scaler is None else self.scaler.scale
+
+    def go_on(self, course: Course | None, outcome: Any) -> None:
+        """With the scale of a checkpoint, if it has one. `outcome`: of the last update before."""
+        if self.scaler is not None and course is not None:
+            self.scaler.go_on(course, outcome)
 
     def are_touched(self) -> bool:
         """Whether a gradient that arrives meets anything here."""

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction, _autograd
+from torch._C import DisableTorchFunction
 from torch.overrides import TorchFunctionMode
 
 from . import calls, leases, saved, showing, vertical
@@ -241,8 +241,7 @@ class Guard:
         """The books are open."""
         calls.end(call, stack)
         if call.guards:
-            for pair in reversed(stack.without_modes()):
-                _autograd._push_saved_tensors_default_hooks(*pair)
+            saved.put_back(stack.without_modes())
 
     def unwind(self, stack: Stack, python: FrameType) -> None:
         """Ends the calls that an exception ended, with a frame of this thread on top of the stack. The books are open;

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .config import Config, LossScaling
+from .segments import registry
 
 PROTOCOL = "_step_supports_amp_scaling"  # what GradScaler looks for in an optimizer
 _FACTOR = 2.0
@@ -35,12 +36,11 @@ class Course:
         """Raises ValueError for what no scaler has been at."""
         if value is None:
             return None
-        scale, good, left = float(value["scale"]), value["good"], value["left"]
-        if not (
-            2.0**-100 <= scale <= 2.0**127 and type(good) is type(left) is int and good >= 0 and left >= 1
-        ):
-            raise ValueError(f"a scale {scale:g} with {good!r:.20} and {left!r:.20}")
-        return cls(scale, good, left)
+        scale, good, left = value["scale"], value["good"], value["left"]
+        counts = type(good) is type(left) is int and 0 <= good < 2**63 and 1 <= left < 2**63
+        if type(scale) not in (int, float) or not (2.0**-100 <= scale <= 2.0**127) or not counts:
+            raise ValueError(f"a scale {scale!r:.20} with {good!r:.20} and {left!r:.20}")
+        return cls(float(scale), good, left)
 
 
 class LossScaler:
@@ -53,6 +53,7 @@ class LossScaler:
         self.is_dynamic = settings.loss_scale == 0
         self.scale = 2.0**settings.initial_scale_power if self.is_dynamic else settings.loss_scale
         self.inside = 0  # calls of engine.backward under way
+        self.looked = False  # at what the loss reaches
         self._followed: Any = None  # the last outcome that counted
         self._good = 0  # steps since the last overflow
         self._left = settings.hysteresis  # overflows until the scale falls
@@ -88,8 +89,10 @@ class LossScaler:
     def course(self) -> Course:
         return Course(self.scale, self._good, self._left)
 
-    def go_on(self, course: Course) -> None:
-        """A fixed scale stays the configuration's."""
+    def go_on(self, course: Course, outcome: Any) -> None:
+        """From there. `outcome`: of the last update before, which counts no more. A fixed scale stays the
+        configuration's."""
+        self._followed = outcome
         if self.is_dynamic:
             self.scale = max(course.scale, self.settings.min_loss_scale)
             self._good, self._left = course.good, min(course.left, self.settings.hysteresis)
@@ -116,15 +119,60 @@ def check(config: Config, several: bool, foreign: str | None) -> None:
         raise ValueError(f"overspill: loss_scaling.enabled: {why}")
 
 
-def take_scale(*stepped: Any) -> tuple[float, bool]:
+def take_scale(*stepped: Any) -> tuple[float, bool] | None:
     """What GradScaler has put on the optimizer that it stepped, the script's own or the engine's: the scale of the
-    loss, and whether a gradient is not finite."""
-    given = next((vars(each) for each in stepped if "found_inf" in vars(each)), {})
-    scale, found = given.get("grad_scale"), given.get("found_inf")
+    loss, 1 where its unscale_ has divided, and whether a gradient is not finite. None where it has not."""
+    given = next((vars(each) for each in stepped if "found_inf" in vars(each)), None)
+    if given is None:
+        return None
+    scale, found = given.get("grad_scale"), given["found_inf"]
     return (
         1.0 if scale is None else float(scale),
         isinstance(found, torch.Tensor) and bool(found.item()),
     )
+
+
+def drop_given(*stepped: Any) -> None:
+    """Where an exception ended a step, GradScaler's are still there, and the next step would take them for its own."""
+    for each in stepped:
+        if vars(each).pop("found_inf", None) is not None:
+            vars(each).pop("grad_scale", None)
+
+
+def check_reach(loss: torch.Tensor, owner: Any) -> None:
+    """Raises RuntimeError where backward would leave gradients of the scaled loss in a weight that is not the engine's:
+    nobody would divide them. `owner`: the engine's Residency. It looks at each node of the graph once, and not into
+    blocks that reentrant checkpoints compute again."""
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += (each for each, _ in node.next_functions)
+        leaf = node.variable if type(node).__name__ == "AccumulateGrad" else None  # type: ignore[attr-defined]
+        if not isinstance(leaf, torch.nn.Parameter) or leaf.numel() == 0:
+            continue
+        segment = registry.get(id(leaf))
+        if segment is None or segment.unit.residency is not owner:
+            whose = "of another engine" if segment is not None else "that no engine trains"
+            what = f"a weight of shape {list(leaf.shape)}" if segment is None else segment.name
+            raise RuntimeError(
+                f"overspill: loss_scaling.enabled: engine.backward(loss) would give {what}, {whose}, a gradient of the "
+                "loss times the scale, and nobody would divide it: switch its gradients off "
+                "(weight.requires_grad_(False), or forward under torch.no_grad()), have this engine train it too, or "
+                "leave loss_scaling out, and scale with torch.amp.GradScaler"
+            )
+
+
+def check_none(model: torch.nn.Module, config: Config) -> None:
+    """Raises RuntimeError where the model has gradients already, which are not those of a loss that was scaled."""
+    name = next((name for name, p in model.named_parameters() if p.grad is not None), None)
+    if config.loss_scaling.enabled and name is not None:
+        raise RuntimeError(
+            f"overspill: initialize: loss_scaling.enabled: {name} has a gradient already, of a loss that nobody has "
+            "scaled: call model.zero_grad() before"
+        )
 
 
 def find_overflow(norm: float, found_inf: torch.Tensor) -> dict[torch.device, torch.Tensor]:

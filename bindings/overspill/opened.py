@@ -48,13 +48,15 @@ class Opened:
             self.tensors[name] = Stored(tuple(value.shape), DTYPES.get(value.dtype, ""), value=value)
 
     def read(self, name: str, dtype: str) -> torch.Tensor:
-        """A weight in `dtype`, its own or, of FLOATS, BF16 or F32; or a buffer as it is. Every byte is verified."""
+        """A weight in `dtype`, its own or, of FLOATS, BF16, F16 or F32; or a buffer as it is. Every byte is
+        verified."""
         stored = self.tensors[name]
         if stored.value is not None:
             return stored.value
-        tensor = torch.empty(stored.shape, dtype=_BY_NAME[dtype])
-        self._reader.read_weight(name, dtype, tensor.data_ptr(), tensor.nbytes)
-        return tensor
+        read = "F32" if dtype == "F16" != stored.dtype else dtype  # the core converts to the other two
+        tensor = torch.empty(stored.shape, dtype=_BY_NAME[read])
+        self._reader.read_weight(name, read, tensor.data_ptr(), tensor.nbytes)
+        return tensor.to(_BY_NAME[dtype])
 
     def exact(self, name: str) -> torch.Tensor:
         """The master where there is one."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import tempfile
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +15,6 @@ import torch
 from torch._C import DisableTorchFunction
 
 from . import (
-    _core,
     boundary,
     calls,
     giving,
@@ -27,6 +26,7 @@ from . import (
     state_dicts,
 )
 from .groups import Groups, plain
+from .leaving_out import LeavingOut
 from .parts import groups_of
 from .ranks import RankError
 from .residency import Residency
@@ -34,12 +34,7 @@ from .segments import Segment, registry
 from .states import States
 
 
-class NonFiniteError(_core.OverspillError, FloatingPointError):
-    """A gradient has an inf or a NaN, and on_nonfinite is "raise", or the loss scale is at its least. The engine left
-    the step out and cleared its gradients."""
-
-
-class OverspillOptimizer(torch.optim.Optimizer):
+class OverspillOptimizer(LeavingOut, torch.optim.Optimizer):
     """`param_groups` are read at every step. `step` enqueues the engine's update; moments live in the engine: `state`
     (states.py), `state_dict` and `Engine.optimizer_state` give copies.
 
@@ -61,15 +56,11 @@ class OverspillOptimizer(torch.optim.Optimizer):
         self.groups, self.residency, self.user = groups, residency, user
         self._list = self.param_groups
         self._taken = _parameters_of(groups.groups)
-        self.outcomes: deque[Any] = deque(maxlen=1)  # several optimizers share one
+        self.outcomes = deque(maxlen=1)  # several optimizers share one
         self.folder, self.ranks, self.life = folder or tempfile.gettempdir(), ranks, life
         self.before_step: Callable[[], None] | None = None  # raises where the step must not be taken
         self.keeps_gradients: Callable[[], bool] = lambda: True  # by torch's rule: until zero_grad
-        self.on_nonfinite = "skip"
         self.beside: weakref.WeakSet[OverspillOptimizer] = weakref.WeakSet()  # others of several
-        self._told = False  # of a skipped step
-        self._overflowed = False  # by the last step, at the least loss scale
-        self._expected = False  # GradScaler found that the step has to be left out
         self._momenta = momenta.Watch()
         self._given: Any = None  # the states that the user's own optimizer gets at the end
         if not groups.foreign:
@@ -204,32 +195,43 @@ class OverspillOptimizer(torch.optim.Optimizer):
             RuntimeError: groups came, went or changed since `initialize`
             EngineFailed, StoreError: the engine, a disk or another rank failed
         """
-        loss = evaluated(closure)
-        if self.before_step is not None and not (self.residency.closed or self.residency.leaving):
-            self.before_step()
-        hyper_parameters = self.numbers()
-        with calls.Alone():
-            calls.start_update(self.residency, "a step of the optimizer")
-            self.settle()
-            self._step_core(hyper_parameters)
-        self._raise_skipped()
+        try:
+            loss = evaluated(closure)
+            if self.before_step is not None and not (self.residency.closed or self.residency.leaving):
+                self.before_step()
+            hyper_parameters = self.numbers()
+            with calls.Alone():
+                calls.start_update(self.residency, "a step of the optimizer")
+                self.settle()
+                self._step_core(hyper_parameters)
+            self._raise_skipped()
+        except BaseException:
+            loss_scaling.drop_given(*self._stepped())
+            raise
         return loss
+
+    def _stepped(self) -> list[Any]:
+        """The objects of which a script may call `step`."""
+        return [self] if self.user is None else [self, self.user]
 
     def _step_core(self, hyper_parameters: list[dict[str, Any]]) -> None:
         """Makes the core's step; where GradScaler has given the scale of the loss with this one, with that. What is
         made is a call of C alone: Ctrl-C would lose the outcome between it and a function around it."""
         core, range_ = self.residency.core, groups_of(self.groups.part)
         step = functools.partial(core.step, hyper_parameters, range_)
-        scale, self._expected = loss_scaling.take_scale(self, *(() if self.user is None else (self.user,)))
+        given = loss_scaling.take_scale(*self._stepped())
+        scale, self._expected = given or (1.0, False)
         if self.residency.gradients.scaler is not None:
-            if scale != 1 or self._expected:
+            if given is not None:
                 raise RuntimeError(
                     "overspill: a step by torch.amp.GradScaler, where loss_scaling is enabled: the engine scales "
                     "losses itself: call engine.backward(loss) and engine.step(), or leave loss_scaling out"
                 )
             self._make(step)
             return
-        if self._expected and self.ranks == 1:
+        if given is None:
+            self._tell_of_fp16()
+        if self._expected and self.ranks == 1 and not self._leaves_out_itself():
             step = functools.partial(core.skip_step, range_)
         elif self._expected and self.on_nonfinite == "propagate":
             raise RankError(
@@ -242,8 +244,15 @@ class OverspillOptimizer(torch.optim.Optimizer):
         finally:
             core.set_loss_scale(1.0)
 
+    def _leaves_out_itself(self) -> bool:
+        """Whether the core leaves the step out, and tells its norm: else the script has made gradients finite since."""
+        with DisableTorchFunction():
+            norm = self.residency.gradients.norm(self.groups.part)
+        return self.on_nonfinite != "propagate" and not math.isfinite(norm)
+
     def _find_overflow(self, found_inf: torch.Tensor) -> dict[torch.device, torch.Tensor]:
         """For GradScaler (loss_scaling.py), before it gives a step its scale. Collective."""
+        loss_scaling.drop_given(*self._stepped())
         with calls.Alone(), DisableTorchFunction():
             norm = self.residency.gradients.norm(self.groups.part)
         return loss_scaling.find_overflow(norm, found_inf)
@@ -267,41 +276,6 @@ class OverspillOptimizer(torch.optim.Optimizer):
         for each in (self, *self.beside):
             if each._states is not None:
                 each._states.updated()
-
-    @property
-    def last_step(self) -> Any:
-        """The outcome of the last step: `step` (updates so far), `norm` of the gradients over all ranks, `clip` (what
-        they were multiplied by), `skipped`. None before the first."""
-        return self.outcomes[0] if self.outcomes else None
-
-    def _tell_skipped(self) -> None:
-        if self._told or self.on_nonfinite == "raise":
-            return
-        self._told = True
-        warnings.warn(
-            f"overspill: a step is skipped, because {self._culprit()} has an inf or a NaN: weights and states stay as "
-            "they are. This warning comes once; engine.last_step.skipped tells it for every step, "
-            'engine.stats()["skipped_steps"] counts such steps',
-            stacklevel=5,
-        )
-
-    def _raise_skipped(self) -> None:
-        if self._overflowed:
-            raise NonFiniteError(
-                f"overspill: {self._culprit()} has an inf or a NaN, and the loss scale is the least that "
-                f"loss_scaling.min_loss_scale allows, {self.residency.gradients.scaler.scale:g}: the step is left out, "
-                "weights and states are as they were. The loss itself may be too large for fp16: train in bf16, or "
-                "with a smaller learning rate"
-            )
-        if self.on_nonfinite == "raise" and self.last_step.skipped and not self._expected:
-            raise NonFiniteError(
-                f"overspill: {self._culprit()} has an inf or a NaN: the step is left out, weights and states are as "
-                'they were, and its gradients are gone (on_nonfinite = "raise"; "skip" goes on with a warning)'
-            )
-
-    def _culprit(self) -> str:
-        where = self.last_step.not_finite
-        return f"the gradient of {where}" if where else "a gradient of another rank"
 
     def expect_step(self) -> None:
         """Tells the engine what the next step will be given, as far as anybody knows now (speculation)."""

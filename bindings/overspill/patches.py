@@ -4,6 +4,7 @@ leave other models alone.
 torch.autograd._engine_run_backward     enters the guard, so that a plain loss.backward() finds the weights
 saved_tensors_hooks.__enter__           keeps our handles in front of a user's hooks: torch runs the
 innermost pair only
+saved_tensors_hooks.__exit__            leaves what is on top where the engine has taken the object's own away
 Parameter.data, Parameter.grad          properties: `data` is the weight, also of a released parameter; `grad` the
 gradient that the engine holds
 Parameter.__deepcopy__, __reduce_ex__   copies and pickles get real weights; all four of DTensor too, where it is loaded
@@ -44,6 +45,8 @@ from .segments import Segment, get_data, get_grad, registry, set_data, set_grad
 
 _run_backward = graph._engine_run_backward
 _enter_saved_tensors_hooks = graph.saved_tensors_hooks.__enter__
+_exit_saved_tensors_hooks = graph.saved_tensors_hooks.__exit__
+_ENTERED = "_overspill_entered"  # the pairs for which an object was entered, and not left
 # A script that imported these before has torch's wrappers, which call what is in the cell.
 _norm_cell, _value_cell = (f.__closure__[0] for f in (clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_))
 _clip_grad_norm, _clip_grad_value = _norm_cell.cell_contents, _value_cell.cell_contents
@@ -91,7 +94,15 @@ def enter_saved_tensors_hooks(self: graph.saved_tensors_hooks) -> None:
     with DisableTorchFunction():
         guard.forget_broken(sys._getframe())  # or its left-overs would lie below these
     pair = saved.compose(self.pack_hook, self.unpack_hook)
+    vars(self).setdefault(_ENTERED, []).append(pair)
     torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+
+
+def exit_saved_tensors_hooks(self: graph.saved_tensors_hooks, *error: Any) -> None:
+    """Torch pops whatever is on top, which would be another's where the engine has taken these away."""
+    entered = vars(self).get(_ENTERED)
+    if not entered or not saved.is_gone(entered.pop()):
+        _exit_saved_tensors_hooks(self, *error)
 
 
 def owners_of(parameters: Iterable[Any]) -> set[Residency]:
@@ -326,6 +337,7 @@ _REPLACED = (
     (torch.autograd, "_engine_run_backward", run_backward, _run_backward),
     (graph, "_engine_run_backward", run_backward, _run_backward),
     (graph.saved_tensors_hooks, "__enter__", enter_saved_tensors_hooks, _enter_saved_tensors_hooks),
+    (graph.saved_tensors_hooks, "__exit__", exit_saved_tensors_hooks, _exit_saved_tensors_hooks),
     (nn.Module, "_apply", apply, _apply),
     (nn.Module, "zero_grad", zero_grad, _zero_grad),
     (_norm_cell, "cell_contents", clip_grad_norm_, _clip_grad_norm),

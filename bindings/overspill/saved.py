@@ -144,7 +144,20 @@ def compose(user_pack: Callable, user_unpack: Callable) -> tuple[Callable, Calla
             return saved.tensor()
 
     composed_pack.overspill_composed = True
+    composed_pack.overspill_gone = False  # taken away by the engine, before the script did
     return composed_pack, composed_unpack
+
+
+def is_gone(pair: tuple[Any, Any]) -> bool:
+    return getattr(pair[0], "overspill_gone", False)
+
+
+def put_back(above: list[tuple[Any, Any]]) -> None:
+    """What pop_hooks has taken away."""
+    for pair in reversed(above):
+        _autograd._push_saved_tensors_default_hooks(*pair)
+        if is_gone(pair):
+            pair[0].overspill_gone = False
 
 
 def push_hooks() -> None:
@@ -173,9 +186,10 @@ def pop_hooks() -> list[tuple[Any, Any]]:
         _autograd._pop_saved_tensors_default_hooks()
         if top[0] is pack or hasattr(top[0], "overspill_guard"):
             return above
+        if hasattr(top[0], "overspill_gone"):
+            top[0].overspill_gone = True
         above.append(top)
-    for pair in reversed(above):  # ours were not there: Ctrl-C struck before they were
-        _autograd._push_saved_tensors_default_hooks(*pair)
+    put_back(above)  # ours were not there: Ctrl-C struck before they were
     return []
 
 

@@ -80,8 +80,8 @@ def pass_on(user: torch.optim.Optimizer, to: Any) -> None:
 
     for name in PASSED:
         setattr(user, name, passing(name))
-    if hasattr(to, PROTOCOL):
-        setattr(user, PROTOCOL, True)
+    # Torch's fused ones have it, and where their own code makes the steps the engine would clip scaled gradients.
+    setattr(user, PROTOCOL, hasattr(to, PROTOCOL))
 
 
 def let_go(user: torch.optim.Optimizer, before_step: Callable | None = None) -> None:
@@ -89,8 +89,9 @@ def let_go(user: torch.optim.Optimizer, before_step: Callable | None = None) -> 
     is told of its steps."""
     for name in PASSED:
         user.__dict__.pop(name, None)
-    if not user.defaults.get("fused"):  # else torch has set it
-        user.__dict__.pop(PROTOCOL, None)
+    user.__dict__.pop(PROTOCOL, None)
+    if user.defaults.get("fused"):  # as torch has set it
+        setattr(user, PROTOCOL, True)
     reference = weakref.ref(user)
 
     def step(*args: Any, **kwargs: Any) -> Any:

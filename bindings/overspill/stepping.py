@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 
-from . import calls, given, parts, vertical
+from . import calls, given, loss_scaling, parts, vertical
 from .boundary import Boundary
 from .config import Config
 from .place import Place
@@ -62,6 +62,9 @@ class Stepping(StandIn):
             share.backward(**kwargs)  # type: ignore[no-untyped-call]
             return share
         scaler.follow(self.last_step)
+        if not scaler.looked:
+            loss_scaling.check_reach(loss, self._residency)
+            scaler.looked = True
         self._core.set_loss_scale(scaler.scale)
         scaler.inside += 1
         try:

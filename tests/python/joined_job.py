@@ -18,6 +18,7 @@ from transformers.distributed import DistributedConfig
 import overspill
 
 TRAINING = {"optimizer": {"type": "AdamW", "lr": 1e-2, "weight_decay": 0.1}, "gradient_clipping": 0.5}
+SCALING = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 2}  # of fp16
 LINEAR = {
     **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ColwiseParallel),
     **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), ColwiseParallel),
@@ -92,8 +93,10 @@ def saved(root: str, name: str, how: str, parts: int, format: str) -> None:
     ways = {"transformers": by_transformers, "torch": by_torch, "unevenly": unevenly}
     model, groups = ways[how](f"{root}/{name}/base", parts)
     out = Path(root, name)
+    halves = next(model.parameters()).dtype is torch.float16
+    more = TRAINING | ({"loss_scaling": SCALING} if halves else {})
     engine, *_ = overspill.initialize(
-        model, config(str(out), "half", format=format or None, **TRAINING), **groups
+        model, config(str(out), "half", format=format or None, **more), **groups
     )
     train(engine, 2)
     part = dist.get_group_rank(groups["model_group"], RANK)

@@ -1,5 +1,6 @@
 """The engine under PyTorch on an accelerator. test_accelerator.py runs this on the one that is made for tests, in
-processes of their own; on a GPU, tools/gpu-check does. on_accelerator_plans.py has what a plan puts there.
+processes of their own; on a GPU, tools/gpu-check does. on_accelerator_plans.py has what a plan puts
+there, on_accelerator_fp16.py fp16.
 
     OVERSPILL_DEVICE=cuda python -m pytest tests/python/on_accelerator*.py
 """

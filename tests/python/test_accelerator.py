@@ -31,10 +31,13 @@ PARTS = {
     "bf16": ("on_accelerator.py", "bit_equal and bf16"),
     "rest": ("on_accelerator.py", "not bit_equal"),
     "plans": ("on_accelerator_plans.py", ""),
+    "fp16": ("on_accelerator_fp16.py", ""),
 }
 
 
-@pytest.mark.parametrize("part", ["fp32", "rest", "plans", pytest.param("bf16", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "part", ["fp32", "rest", "plans", "fp16", pytest.param("bf16", marks=pytest.mark.long)]
+)
 def test_on_the_accelerator_for_tests(part):
     file, chosen = PARTS[part]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)]

@@ -26,7 +26,7 @@ def test_next():
         ("torch.set_grad_enabled(False)", "left torch's grad mode off"),
         (
             "torch.autograd.graph.saved_tensors_hooks(str, float).__enter__()",
-            "left the hook of saved tensors builtins.str on",
+            "left the hook of saved tensors <class 'str'> on",
         ),
         (
             "torch.overrides.BaseTorchFunctionMode().__enter__()",

@@ -39,8 +39,8 @@ def settings(config, placement, **more):
     return made | {"loss_scaling": scaling, "dtype": "fp16"}
 
 
-def scaler():
-    return torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+def scaler(device="cpu"):
+    return torch.amp.GradScaler(device, init_scale=2.0**20, growth_interval=3)
 
 
 def plain_run():

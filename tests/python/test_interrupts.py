@@ -232,6 +232,30 @@ def test_hooks_around_an_interrupted_call_stay(before, config):
     engine.close()
 
 
+def test_hooks_that_the_engine_took_away_are_not_left_for_others(config):
+    """A script leaves them late, say by an ExitStack of its own: torch takes away what is on top then."""
+    packed, struck, late = [], [], contextlib.ExitStack()
+
+    class Struck(nn.Module):
+        def forward(self, x):
+            if not struck:
+                struck.append(True)
+                late.enter_context(torch.autograd.graph.saved_tensors_hooks(str, str))
+                raise KeyboardInterrupt
+            return x
+
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), Struck(), nn.Linear(16, 16))
+    engine, *_ = overspill.initialize(model, config())
+    with contextlib.suppress(KeyboardInterrupt):
+        model(batch(0))
+    model(batch(0)).square().sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x):
+        late.close()
+        model(batch(0)).square().sum().backward()
+        assert len(packed) > 3
+    engine.close()
+
+
 # ---- the beginning and the end of an engine
 
 

@@ -192,7 +192,7 @@ def test_torch_is_as_it_was_when_the_last_engine_has_closed(config):
     def state():
         kept = {
             "backward": (torch.autograd._engine_run_backward, graph._engine_run_backward),
-            "hooks": graph.saved_tensors_hooks.__enter__,
+            "hooks": (graph.saved_tensors_hooks.__enter__, graph.saved_tensors_hooks.__exit__),
             "module": (
                 nn.Module._apply,
                 nn.Module.zero_grad,

@@ -225,6 +225,7 @@ UPDATED_MILLIONS, LIMITS = 256, ("64-prefetched", "1024", "64-non-temporal")
 BENCH_1B, BENCH_7B = "training benchmark, 1 B", "training benchmark, 7 B"
 LARGEST = "training benchmark, 9 B of 131 GB in 100 GiB of host memory, a card of 24 GB and 38 GB of disk"
 ON_ACCELERATOR, PLANS = "tests/python/on_accelerator.py", "tests/python/on_accelerator_plans.py"
+FP16 = "tests/python/on_accelerator_fp16.py"
 SMOKE = "tests/python/smoke.py"
 A_ZOO, NOT_ZOO = "bit_equal", "not bit_equal"
 # In order: what the others need first, then what is short; of rows beside each other the longest first.
@@ -240,7 +241,7 @@ TASKS = (
     Task("training has the reference's bits", 1, tests(ENGINE, "*_cuda_*"), 180, True),
     Task(
         "streams, inputs, checkpoints, autocast on CUDA",
-        1, python_tests(ON_ACCELERATOR, PLANS, "-k", NOT_ZOO, processes=2), 240, True,
+        1, python_tests(ON_ACCELERATOR, PLANS, FP16, "-k", NOT_ZOO, processes=2), 240, True,
     ),
     Task("device conformance", 1, tests(KERNELS, "Cuda.*:Cuda/Device*-*ACopyOutside*"), 120, True),
     Task("a wrong address fails its stream", 1, tests(KERNELS, "Cuda*ACopyOutside*"), 120, True),

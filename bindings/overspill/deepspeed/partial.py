@@ -31,6 +31,8 @@ class Kept:
         self._numbers = [(each, each.hyper_parameters()) for each in optimizers]
         keeps = not with_scheduler and engine.lr_scheduler is not None
         self._scheduler = SchedulerState(engine.lr_scheduler, []) if keeps else None
+        scaler = engine._residency.gradients.scaler
+        self._course = None if with_states or scaler is None else scaler.course  # a part of the states
         # DeepSpeed restores no generator; here a load of the whole does, as a part of the run that goes on.
         self._random = None if with_states and with_scheduler else state.random_states()
 
@@ -40,6 +42,7 @@ class Kept:
             for group, segment in _segments(optimizer):
                 moments.restart(segment, names, group)
             optimizer.restore_hyper_parameters(numbers)
+        self.engine._residency.gradients.go_on(self._course, self.engine.last_step)
         if self._scheduler is not None:
             self._scheduler.restore()
         if self._random is not None:

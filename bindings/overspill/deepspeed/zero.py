@@ -59,8 +59,8 @@ class Init(AbstractContextManager[None]):
             comm.init_distributed()
             if source is not None:
                 settings, _ = own_keys.read(source)
-                if self._dtype is None and settings.dtype == "bf16":
-                    self._dtype = torch.bfloat16
+                if self._dtype is None:
+                    self._dtype = _HALVES.get(settings.dtype)
                 if settings.budget.nvme:
                     self._block = init.Init(settings)
 
@@ -77,6 +77,9 @@ class Init(AbstractContextManager[None]):
         if self._marking is not None:
             self._marking.end()
         return self._block.__exit__(*error)
+
+
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _Marking:

@@ -11,6 +11,7 @@ import torch
 
 from .. import moments
 from .._core import CheckpointError
+from ..loss_scaling import Course
 from .torch_file import Tensor
 
 
@@ -42,6 +43,7 @@ class Checkpoint:
     global_steps: int
     lr_scheduler: Any
     client_state: dict[str, Any]
+    loss_scaling: Course | None = None  # another system's rule may go otherwise, and begins anew
 
 
 def damaged(path: Path, why: str, writer: str) -> CheckpointError:

@@ -66,6 +66,7 @@ class _Opening:
             global_steps=self.extra.global_steps,
             lr_scheduler=self.extra.lr_scheduler,
             client_state=self.extra.client_state,
+            loss_scaling=self.extra.loss_scaling,
         )
 
     def _parameter(self, name: str, joint: Joint, names: dict[str, str]) -> Parameter:

@@ -156,7 +156,7 @@ class Transfer:
         if unit.trainable and stored.dtype in FLOATS and stored.value is None:
             return "F32"
         if stored.dtype == own or (
-            stored.dtype in FLOATS and own in ("BF16", "F32") and stored.value is None
+            stored.dtype in FLOATS and own in ("BF16", "F16", "F32") and stored.value is None
         ):
             return own
         kind = f"a buffer in {stored.dtype}" if stored.value is not None else stored.dtype
