@@ -8,7 +8,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-all setup-test build build-all train train-compare test test-cpp test-python test-long fuzz bench-activations bench-adam bench-checkpoint bench-formats bench-gguf bench-gpu bench-gradient bench-inference bench-intake bench-io bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheels clean
+.PHONY: help setup setup-all setup-test build build-all train train-compare test test-cpp test-python test-long fuzz bench-activations bench-adam bench-checkpoint bench-compile bench-formats bench-gguf bench-gpu bench-gradient bench-inference bench-intake bench-io bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheels clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -95,6 +95,10 @@ bench-checkpoint: build  ## Saves beside training, restores and merges beside fi
 	@tools/setup --train
 	@tools/peers
 	@tools/keep_result checkpoint $(PYTHON_VENV) bench/checkpoint/run.py $(BENCH_CHECKPOINT_ARGS)
+
+bench-compile: build  ## What engine.compile saves of a step of Llama, GPT-2 and ViT on the CPU, beside torch.compile of the plain model; 10 minutes
+	@tools/setup --train
+	@tools/keep_result compile $(PYTHON_VENV) bench/compile/run.py $(BENCH_COMPILE_ARGS)
 
 bench-formats: build-all  ## What compact and 8-bit states keep of exact's learning on the job of `make train`; 80 minutes, can be resumed
 	@tools/setup --train

@@ -142,12 +142,18 @@ void register_specs(py::module_& m) {
       .def_readonly("in_norm", &SegmentSpec::in_norm);
   py::class_<UnitSpec>(m, "Unit")
       .def(py::init([](std::string name, const std::string& format, std::string dtype,
-                       std::vector<SegmentSpec> segments, const std::string& optimizer, std::string packing) {
-             return UnitSpec{std::move(name),     engine::format_from_name(format),  std::move(dtype),
-                             std::move(segments), optim::optimizer_named(optimizer), std::move(packing)};
+                       std::vector<SegmentSpec> segments, const std::string& optimizer, std::string packing,
+                       int32_t together) {
+             return UnitSpec{std::move(name),
+                             engine::format_from_name(format),
+                             std::move(dtype),
+                             std::move(segments),
+                             optim::optimizer_named(optimizer),
+                             std::move(packing),
+                             together};
            }),
            py::arg("name"), py::arg("format"), py::arg("dtype"), py::arg("segments"),
-           py::arg("optimizer") = "adam", py::arg("packing") = "")
+           py::arg("optimizer") = "adam", py::arg("packing") = "", py::arg("together") = -1)
       .def_readonly("name", &UnitSpec::name)
       .def_property_readonly(
           "format", [](const UnitSpec& self) { return std::string(engine::format_name(self.format)); })

@@ -20,6 +20,7 @@ from . import (
     accelerated,
     beyond,
     calls,
+    compiled,
     files,
     given,
     giving,
@@ -155,6 +156,11 @@ class Engine(Stepping, Figures, Saving):
         if source is not None:
             source.read_buffers(self.module)
         handover.place_rest(self.module, self._place)
+        if self._settings.engine.compile:
+            part = self._model_group is not None
+            self._residency.compiler = compiled.Compiler(
+                recompute.blocks_of(self.module, part, "engine.compile")
+            )
         hooks.attach(self.module, self._residency, specs, self._life, recomputed)
         recompute.plan(self.module, self._residency, self._settings.engine.recompute)
 

@@ -71,8 +71,16 @@ class Figures:
     @property
     def plan_text(self) -> str:
         """`str(engine.plan)`, the table that the commands print, and `computed_again`."""
-        again = self.computed_again
-        return str(self.plan) + (f"computed again in backward: {again}\n" if again else "")
+        again, compiler = self.computed_again, self._residency.compiler
+        text = str(self.plan) + (f"computed again in backward: {again}\n" if again else "")
+        return text + (f"torch.compile: {compiler}\n" if compiler is not None else "")
+
+    @property
+    def compiled(self) -> dict[str, int] | None:
+        """With engine.compile: blocks, kinds of them, graphs and graph breaks so far, calls, and calls that ran without
+        torch.compile. None without the key."""
+        compiler = self._residency.compiler
+        return None if compiler is None else compiler.as_dict()
 
     @property
     def computed_again(self) -> str | None:

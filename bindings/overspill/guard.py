@@ -3,8 +3,9 @@ and the hooks of saved tensors."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -255,6 +256,28 @@ class Guard:
                 calls.end(call, stack)
                 if call.guards:
                     stack.without_modes()
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """A `with` block in which the mode is off in this thread: what runs there is given weights that are shown, and
+        is no function of torch's that the mode could see. Other modes stay on."""
+        above: list[Any] = []
+        while torch._C._len_torch_function_stack() > 0:
+            mode = torch._C._pop_torch_function_stack()
+            above.append(mode)
+            if mode is self.mode:
+                break
+        found = bool(above) and above[-1] is self.mode
+        for mode in reversed(above[:-1] if found else above):
+            torch._C._push_on_torch_function_stack(mode)
+        try:
+            yield
+        finally:
+            if found:
+                for _ in above[:-1]:
+                    torch._C._pop_torch_function_stack()
+                for mode in reversed(above):
+                    torch._C._push_on_torch_function_stack(mode)
 
     def remove_modes(self) -> list[tuple[Any, Any]]:
         """Other modes stay on. Returns the hooks that lay above the engine's, innermost first; they are gone, too."""

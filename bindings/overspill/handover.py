@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _core, given, hooks, packed, place, pretrained, ranks
+from . import _core, given, hooks, packed, place, pretrained, ranks, recompute
 from .config import Config
 from .foreign import of_torch
 from .groups import Groups, choose_format, group_indices, has_float64, make_groups, unit_format
@@ -152,6 +152,7 @@ def core_units(
     formats = [spec.format for spec in specs]
     updates = [(each.core, choose_format(config.format, each, formats)) for each in taken]
     groups = group_indices([group for each in taken for group in each.groups], model)
+    together = _together(model) if config.engine.compile else {}
     return [
         _core.Unit(
             spec.name,
@@ -171,9 +172,16 @@ def core_units(
             ],
             updates[spec.part][0],
             spec.packing or "",
+            together.get(id(spec.parameters[0].parameter), -1),
         )
         for spec in specs
     ]
+
+
+def _together(model: nn.Module) -> dict[int, int]:
+    """The number of the compiled block that a parameter is in, by its id."""
+    blocks = recompute.blocks_of(model, is_part=True)
+    return {id(p): number for number, block in enumerate(blocks) for p in block.parameters()}
 
 
 def core_settings(

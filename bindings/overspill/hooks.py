@@ -13,7 +13,19 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import _core, calls, gradients, leases, lending, reading, recompute, residency, showing, vertical
+from . import (
+    _core,
+    calls,
+    compiled,
+    gradients,
+    leases,
+    lending,
+    reading,
+    recompute,
+    residency,
+    showing,
+    vertical,
+)
 from .calls import Call, books, here, in_backward, opaque
 from .divided import is_sharded
 from .guard import guard, units_of
@@ -60,6 +72,8 @@ class ModuleHooks:
             if owner.calls == 1 and not in_backward():
                 calls.clear_spoiled(owner)
                 showing.go_on(owner)
+                if not owner.told_of_compiler:
+                    compiled.look_for_the_scripts(owner, call.python)
                 owner.core.begin_pass(module.training, torch.is_grad_enabled())
                 if owner.planner is not None and torch.is_grad_enabled():
                     owner.planner.begin_pass()
@@ -249,8 +263,7 @@ def without_hooks(state: dict) -> dict:
 
 def _take_out_block(state: dict) -> None:
     """The module's forward is what it was."""
-    block = state.get("forward")
-    if isinstance(block, recompute.Block):
+    while isinstance(block := state.get("forward"), (recompute.Block, compiled.Block)):
         del state["forward"]
         if block.replaced is not None:
             state["forward"] = block.replaced
@@ -294,7 +307,8 @@ def attach(
     model: nn.Module, owner: Residency, specs: list[UnitSpec], life: Any, recomputed: dict[nn.Module, str]
 ) -> None:
     """Registers all hooks. Those of modules stay when the engine is closed, and then refuse forward. `recomputed`:
-    blocks that backward computes again, with their names."""
+    blocks that backward computes again, with their names. The blocks of `owner.compiler` are compiled: a call needs all
+    of their weights at once."""
     blocks: dict[nn.Module, list[Unit]] = {}
     alike: dict[Any, dict] = {}
     for spec, unit in zip(specs, owner.units, strict=True):
@@ -305,10 +319,14 @@ def attach(
             continue
         segments = {name: registry[id(p)] for name, p in module._parameters.items() if id(p) in registry}
         owner.hooked.append(weakref.ref(module))
-        hooks = ModuleHooks(owner, _needed(module, blocks), segments, life)
+        compiler = owner.compiler if owner.compiler is not None and module in owner.compiler.names else None
+        needed = _needed(module, blocks) if compiler is None else units_of(_segments_of(module))
+        hooks = ModuleHooks(owner, needed, segments, life)
         module.register_forward_pre_hook(hooks, prepend=True)
         after = AfterHook(owner)
         module.register_forward_hook(after, always_call=True)
+        if compiler is not None:
+            module.__dict__["forward"] = compiler.block(module)
         if module in recomputed:
             changes = alike.setdefault(recompute.look(module), {})
             module.__dict__["forward"] = recompute.Block(
@@ -343,6 +361,10 @@ def closed_part(model: nn.Module) -> str | None:
             if isinstance(hook, ModuleHooks) and hook.owner is not None and hook.owner.closed:
                 return name or type(module).__name__
     return None
+
+
+def _segments_of(module: nn.Module) -> list[Segment]:
+    return [registry[id(p)] for p in module.parameters() if id(p) in registry]
 
 
 def _needed(module: nn.Module, blocks: dict[nn.Module, list[Unit]]) -> list[Unit]:

@@ -36,11 +36,16 @@ from .draws import Draws
 from .recompute_plan import Planner
 from .segments import registry
 
+_BY_HAND = {
+    "engine.recompute": "call the parts that save the most through torch.utils.checkpoint.checkpoint(part, x, "
+    "use_reentrant=False)",
+    "engine.compile": "compile functions that the model calls, and that use no weights, by torch.compile",
+}
 Modes = tuple[bool, ...]  # `training` of a block's modules
 
 _BREAKS_OFF = getattr(checkpoints, "_StopRecomputationError", ())
-_CONTAINERS = (tuple, list, dict)
-_FIXED = (
+CONTAINERS = (tuple, list, dict)
+FIXED = (
     torch.Tensor, nn.Parameter, type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype,
     torch.device, torch.Size, torch.layout, torch.memory_format, types.FunctionType, types.BuiltinFunctionType,
 )  # fmt: skip
@@ -58,18 +63,18 @@ def plan(model: nn.Module, owner: Any, mode: str) -> None:
         owner.recomputes = f"up to {len(blocks)} blocks"
 
 
-def blocks_of(model: nn.Module, is_part: bool = False) -> dict[nn.Module, str]:
+def blocks_of(model: nn.Module, is_part: bool = False, key: str = "engine.recompute") -> dict[nn.Module, str]:
     """The modules that the model repeats, with their names, outermost ones only: children of one module, of one class
     and with parameters of the same names and shapes; of a list also those of other shapes that repeat nothing. A module
-    without submodules is none, since what it saves is mostly what it is given. Raises ConfigError where there is none,
-    unless this is a part of a model, of which other parts may have them."""
+    without submodules is none, since what it saves is mostly what it is given. Raises ConfigError, which names the
+    `key` that asks for them, where there is none, unless this is a part of a model, of which other parts may have
+    them."""
     found: dict[nn.Module, str] = {}
     _find(model, "", found, set())
     if not found and not is_part:
         raise ConfigError(
-            f"config: engine.recompute: {type(model).__name__} has no blocks: none of its modules has two children of "
-            "one class, with parameters of the same shapes and with submodules. Leave engine.recompute out, and call "
-            "the parts that save the most through torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False)"
+            f"config: {key}: {type(model).__name__} has no blocks: none of its modules has two children of one class, "
+            f"with parameters of the same shapes and with submodules. Leave {key} out, and {_BY_HAND[key]}"
         )
     return found
 
@@ -145,8 +150,8 @@ class Block:
         modes = _modes(module)
         if not self._applies(module) or self.changes.get(modes, False):
             return self.forward(module)(*args, **kwargs)
-        leaves, form = _pytree.tree_flatten((args, kwargs), lambda value: type(value) not in _CONTAINERS)
-        unknown = next((value for value in leaves if type(value) not in _FIXED), None)
+        leaves, form = _pytree.tree_flatten((args, kwargs), lambda value: type(value) not in CONTAINERS)
+        unknown = next((value for value in leaves if type(value) not in FIXED), None)
         if unknown is not None:
             self._tell_of(unknown)
             return self.forward(module)(*args, **kwargs)

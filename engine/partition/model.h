@@ -50,6 +50,8 @@ struct UnitSpec {
   /// Names, for the text of the plan, how the bytes of a frozen unit hold numbers of fewer bits. The caller
   /// packs and unpacks them.
   std::string packing = {};
+  /// Units with one number, but for -1, are held at the same time: a call of a compiled block needs them all.
+  int32_t together = -1;
 };
 
 }  // namespace overspill::engine

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
 #include <numeric>
+#include <span>
 
 #include "engine/memory/budget.h"
 
@@ -71,19 +73,48 @@ int64_t PlanSizes::gathered_bytes(const Unit& unit) {
   return unit.bytes() + kArenaAlign;
 }
 
-std::vector<int64_t> PlanSizes::gathered_sizes() const {
-  std::vector<int64_t> sizes;
+std::vector<GatheredSize> PlanSizes::gathered_sizes() const {
+  std::vector<GatheredSize> sizes;
   for (size_t u = 0; u < layout_.units.size(); ++u) {
+    const Unit& unit = layout_.units[u];
     if (!used_in_place(layout_, plan_, device_, static_cast<int32_t>(u)))
-      sizes.push_back(gathered_bytes(layout_.units[u]));
+      sizes.push_back({gathered_bytes(unit), unit.together});
   }
   return sizes;
 }
 
-int64_t PlanSizes::largest(std::vector<int64_t>& sizes, size_t count) {
-  std::sort(sizes.rbegin(), sizes.rend());
-  const auto end = sizes.begin() + static_cast<std::ptrdiff_t>(std::min(sizes.size(), count));
-  return std::accumulate(sizes.begin(), end, int64_t{0});
+namespace {
+
+constexpr size_t kLeasedMost = 3;  // of units that are held one by one
+
+/// The sum of the `count` largest, without those of the number `without`.
+int64_t largest(std::span<const GatheredSize> sorted, size_t count, int32_t without = -1) {
+  int64_t sum = 0;
+  for (const GatheredSize& unit : sorted) {
+    if (count == 0) break;
+    if (without >= 0 && unit.together == without) continue;
+    sum += unit.bytes;
+    --count;
+  }
+  return sum;
+}
+
+int64_t sum_of(std::span<const GatheredSize> sizes) {
+  return largest(sizes, sizes.size());
+}
+
+}  // namespace
+
+int64_t held_at_once(std::vector<GatheredSize> sizes, size_t more) {
+  std::sort(sizes.begin(), sizes.end(), [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
+  std::map<int32_t, int64_t> together;
+  for (const GatheredSize& unit : sizes)
+    if (unit.together >= 0) together[unit.together] += unit.bytes;
+  const int64_t one_by_one = largest(sizes, kLeasedMost + more);
+  if (together.empty()) return one_by_one;
+  const auto most = std::max_element(together.begin(), together.end(),
+                                     [](const auto& a, const auto& b) { return a.second < b.second; });
+  return std::max(one_by_one, most->second + largest(sizes, kLeasedMost - 1 + more, most->first));
 }
 
 int64_t PlanSizes::accumulator_bytes(const Unit& unit) const {
@@ -246,9 +277,9 @@ void PlanSizes::size_up_gradient_pool(bool roomy) {
 void PlanSizes::place_sums() {
   plan_.sums_device_bytes = plan_.sums_part_bytes = 0;
   if (!may_sum_on_device() || (!plan_.gradients_pooled && plan_.units_on_device() == 0)) return;
-  auto gathered = gathered_sizes();
+  const auto gathered = gathered_sizes();
   const int64_t most = config_.device_budget_bytes;
-  const int64_t others = largest(gathered, all_stay() ? gathered.size() : kLeasedMost) +
+  const int64_t others = (all_stay() ? sum_of(gathered) : held_at_once(gathered, 0)) +
                          plan_.units_device_bytes + plan_.squares_device_bytes;
   if (most > 0 && others + sums_bytes() > most) return;
   plan_.sums_device_bytes = sums_bytes();
@@ -256,33 +287,32 @@ void PlanSizes::place_sums() {
   if (plan_.gradients_pooled) plan_.exchange_bytes = plan_.sums_part_bytes;
 }
 
-/// At least the three largest units: a layer's own, its parent's and the root's may be held at once. At
-/// best as many again as are prefetched. On a device of its own memory as much as its budget says: what
-/// stays until backward is not copied again.
+/// At least what is held at once, at best as many units again as are prefetched. On a device of its own
+/// memory as much as its budget says: what stays until backward is not copied again.
 void PlanSizes::size_up_gather(bool roomy) {
-  std::vector<int64_t> gathered = gathered_sizes(), by_host;
+  const std::vector<GatheredSize> gathered = gathered_sizes();
+  std::vector<GatheredSize> by_host;
   for (size_t u = 0; u < layout_.units.size(); ++u) {
     if (plan_.on_device[u]) continue;
     const int64_t on_host = host_block_bytes(layout_, layout_.units[u], device_, plan_.weights_on_nvme[u]);
-    if (on_host > 0) by_host.push_back(on_host + kArenaAlign);
+    if (on_host > 0) by_host.push_back({on_host + kArenaAlign, layout_.units[u].together});
   }
   const bool kept = all_stay();
-  const auto all = gathered.size();
-  const auto usual = static_cast<size_t>(kLeasedMost + (roomy ? config_.prefetch_units : 0));
-  plan_.gather_host_bytes = largest(by_host, kept ? all : usual);
+  const auto ahead = static_cast<size_t>(roomy ? config_.prefetch_units : 0);
+  plan_.gather_host_bytes = kept ? sum_of(by_host) : held_at_once(by_host, ahead);
   if (device_.shares_host_memory) return;
-  const int64_t least = largest(gathered, kept ? all : kLeasedMost);
-  plan_.gather_device_bytes = largest(gathered, kept ? all : usual);
+  const int64_t least = kept ? sum_of(gathered) : held_at_once(gathered, 0);
+  plan_.gather_device_bytes = kept ? sum_of(gathered) : held_at_once(gathered, ahead);
   if (config_.device_budget_bytes == 0) return;
   const int64_t left = config_.device_budget_bytes - plan_.kept_device_bytes();
   if (least > left) {
-    throw BudgetError(
-        fmt::format("device budget too small: {} ({} bytes) are needed for the {} largest units "
-                    "together and for sums of gradients, {} are allowed",
-                    mib(least + plan_.kept_device_bytes()), least + plan_.kept_device_bytes(),
-                    kept ? all : kLeasedMost, mib(config_.device_budget_bytes)));
+    throw BudgetError(fmt::format(
+        "device budget too small: {} ({} bytes) are needed for {} "
+        "together and for sums of gradients, {} are allowed",
+        mib(least + plan_.kept_device_bytes()), least + plan_.kept_device_bytes(),
+        kept ? "all units" : "the units that are held at once", mib(config_.device_budget_bytes)));
   }
-  plan_.gather_device_bytes = std::min(largest(gathered, all), left);
+  plan_.gather_device_bytes = std::min(sum_of(gathered), left);
 }
 
 }  // namespace overspill::engine

@@ -16,12 +16,22 @@ namespace overspill::engine {
 // Slots of the ring; where gradients are spilled, as many buffers for them, up to the best.
 inline constexpr int64_t kRingSlotsLeast = 2;  // one being updated (filled), one in flight
 inline constexpr int64_t kRingSlotsBest = 8;   // reads, an update a thread, and writes, all at once
-inline constexpr size_t kLeasedMost = 3;       // units that are held at once
 
 std::string mib(int64_t bytes);
 
 /// Bytes of all components but hi of one chunk of this rank.
 int64_t states_bytes(const Layout& layout, size_t chunk);
+
+/// Bytes of a unit where weights are gathered, and the number of those that it is held together with.
+struct GatheredSize {
+  int64_t bytes = 0;
+  int32_t together = -1;
+};
+
+/// The most that is held at once: the three largest units, since a layer's own, its parent's and the root's
+/// may be; or the units of one number, with the two largest others. And the `more` largest of the rest, which
+/// are read ahead.
+int64_t held_at_once(std::vector<GatheredSize> sizes, size_t more);
 
 /// Sizes the plan that it is given, again after each change of a placement. Refers to all it is given.
 class PlanSizes {
@@ -44,10 +54,8 @@ class PlanSizes {
   int64_t gradient_bytes(size_t c) const;
   bool on_device(size_t chunk) const;
   static int64_t gathered_bytes(const Unit& unit);
-  /// Bytes of each unit that is gathered.
-  std::vector<int64_t> gathered_sizes() const;
-  /// The sum of the `count` largest; sorts them.
-  static int64_t largest(std::vector<int64_t>& sizes, size_t count);
+  /// Of each unit that is gathered.
+  std::vector<GatheredSize> gathered_sizes() const;
   int64_t accumulator_bytes(const Unit& unit) const;
   /// Whether the device adds up the unit's gradients over micro-batches; the whole sum then goes to the host.
   bool summed_there(size_t unit) const;

@@ -107,9 +107,7 @@ class Planner {
   void relieve_the_host() {
     if (layout_.slices > 1 || plan_.squares_device_bytes == 0 || device_.updates.none()) return;
     sizes_.size_up();
-    auto gathered = sizes_.gathered_sizes();
-    const int64_t in_use =
-        sizes_.largest(gathered, kLeasedMost + static_cast<size_t>(config_.prefetch_units));
+    const int64_t in_use = held_at_once(sizes_.gathered_sizes(), static_cast<size_t>(config_.prefetch_units));
     for (size_t u = 0; u < layout_.units.size() && !fits(); ++u) {
       const Unit& unit = layout_.units[u];
       if (plan_.on_device[u] || !may_live_on_device(unit, device_)) continue;
@@ -128,9 +126,8 @@ class Planner {
   bool square_there() {
     int64_t squares = 0;
     for (const Unit& unit : layout_.units) squares += sizes_.squares_bytes(unit);
-    auto gathered = sizes_.gathered_sizes();
     const int64_t most = config_.device_budget_bytes;
-    const bool fits = most == 0 || sizes_.largest(gathered, kLeasedMost) + squares <= most;
+    const bool fits = most == 0 || held_at_once(sizes_.gathered_sizes(), 0) + squares <= most;
     if (fits) plan_.squares_device_bytes = squares;
     return fits;
   }

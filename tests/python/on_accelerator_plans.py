@@ -5,11 +5,20 @@ import json
 
 import pytest
 import torch
-from accelerator_scene import ON_THE_DEVICE, expect_on_device, inputs, small_net, square_loss, train
+from accelerator_scene import (
+    ON_TESTS_OWN,
+    ON_THE_DEVICE,
+    expect_on_device,
+    inputs,
+    small_net,
+    square_loss,
+    train,
+)
 from test_zoo import assert_same
 from torch import nn
 
 import overspill
+from overspill import compiled
 
 pytest_plugins = "accelerator_scene"
 
@@ -149,3 +158,21 @@ def test_two_engines_beside_each_other(on_device, config):
     assert loss.item() < before
     teacher.close()
     pupil.close()
+
+
+if ON_TESTS_OWN:
+
+    def test_blocks_are_compiled(on_device, monkeypatch):
+        """Without code for a device, which torch.compile cannot make for the tests' own."""
+        monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+        found = []
+        for compile in (False, True):
+            torch.manual_seed(0)
+            blocks = (nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.LayerNorm(32)) for _ in range(3))
+            said = on_device("nvme", job=f"c{compile}")
+            said["engine"].compile = compile
+            engine, *_ = overspill.initialize(nn.Sequential(*blocks, nn.Linear(32, 1)), said)
+            found.append(train(engine, 3))
+            assert not compile or engine.compiled["plain_calls"] == engine.compiled["graph_breaks"] == 0
+            engine.close()
+        assert found[1] == pytest.approx(found[0], rel=1e-5)

@@ -16,6 +16,7 @@ HERE = Path(__file__).resolve().parent
 # Answers: looks at what was, and what needs no weights. All else has to say that the engine is closed, or has been.
 ANSWERS = {
     "close",
+    "compiled",
     "computed_again",
     "config",
     "current_loss_scale",

@@ -25,6 +25,7 @@ SAMPLES = {
     "seed": (3, "7", 3, 7),
     "dtype": ("fp32", "bf16", "fp32", "bf16"),
     "recompute": ("blocks", "none", "blocks", "none"),
+    "compile": (True, "--no-compile", True, False),
     "activations": ("3MiB", "7MiB", 3 << 20, 7 << 20),
     "host_budget": ("3MiB", "7MiB", 3 << 20, 7 << 20),
     "nvme": (["a"], "b", "a", "b"),

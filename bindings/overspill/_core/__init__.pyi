@@ -137,6 +137,7 @@ class Unit:
         segments: collections.abc.Sequence[Segment],
         optimizer: str = "adam",
         packing: str = "",
+        together: typing.SupportsInt | typing.SupportsIndex = -1,
     ) -> None: ...
     @property
     def dtype(self) -> str: ...

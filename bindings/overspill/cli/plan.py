@@ -43,6 +43,11 @@ def options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="with --accumulate: micro-batches pass each layer together",
     )
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="for a run with --compile, which holds all weights of a block at once",
+    )
     add_update(parser)
     add_adapter(parser)
     parser.add_argument("--dtype", choices=DTYPES, help=f"what forward computes in {default_text('dtype')}")

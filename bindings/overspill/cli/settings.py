@@ -53,6 +53,7 @@ class Settings:
     dtype: str = _field("bf16", fixed=True, key="dtype", among=DTYPES)
     checkpointing: bool = _field(False, fixed=True, key=None)
     recompute: str = _field("none", fixed=False, key="engine.recompute", among=RECOMPUTED)
+    compile: bool = _field(False, fixed=False, key="engine.compile")
     activations: int | None = _field(None, fixed=False, key="budget.activations", least=0)
     lora_rank: int | None = _field(None, fixed=True, key=None, least=1)
     lora_alpha: float | None = _field(None, fixed=True, key=None, least=0)

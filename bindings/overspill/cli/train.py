@@ -173,6 +173,12 @@ def _add_course(parser: argparse.ArgumentParser) -> None:
         f"is the shortest (auto, with --activations) {default_text('recompute')}",
     )
     add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="torch.compile compiles the model's repeated blocks: longer at the start, mostly faster after "
+        f"{default_text('compile')}",
+    )
+    add(
         "--activations",
         type=size,
         metavar="SIZE",

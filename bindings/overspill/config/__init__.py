@@ -176,6 +176,9 @@ class EngineOptions(Section):
     """"blocks": of the model's repeated modules the engine keeps only the inputs, and backward computes the rest again,
     to the same bits (docs/activations.md). "auto", on one rank: so many blocks that a step is the shortest; what the
     others save moves, by budget.activations. The same on all ranks."""
+    compile: bool = False
+    """torch.compile compiles the model's repeated modules, once for all that are alike (docs/compile.md). Sums may be
+    in another order than without, so that losses differ in the last bits."""
     checkpoints_kept: Int = Field(1, ge=0, le=10**6)
     """For so many checkpoints the engine reserves room on the disks at its start."""
     train_after_save: bool = True
@@ -301,6 +304,7 @@ class Config(Section):
                 "device",
                 "transport",
                 "recompute",
+                "compile",
             ):
                 setattr(flat, name, getattr(self.engine, name))
         flat.device = place.name if place is not None else self._planned_device()

@@ -429,7 +429,9 @@ class DeepSpeedEngine(Engine):
     def compile(self, *_: Any, **__: Any) -> None:
         """Says that it does nothing."""
         warnings.warn(
-            "overspill: engine.compile does nothing: torch.compile gains nothing here", stacklevel=2
+            "overspill: engine.compile() does nothing: give engine.compile = true in the section overspill of the "
+            "configuration, with which the engine compiles the model's blocks (docs/compile.md)",
+            stacklevel=2,
         )
 
 

@@ -261,7 +261,7 @@ KEYS: tuple[Key, ...] = (
         "checkpoint.writer",
     ),
     *_unused("the engine does not capture graphs", "graph_harvesting"),
-    _refused("compile.deepcompile", "use torch.compile in the script"),
+    _refused("compile.deepcompile", "give engine.compile = true in the section overspill (docs/compile.md)"),
     *_unused(
         "it belongs to deepcompile",
         *(
