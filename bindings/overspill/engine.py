@@ -161,7 +161,9 @@ class Engine(Stepping, Figures, Saving):
             self._residency.compiler = compiled.Compiler(
                 recompute.blocks_of(self.module, part, "engine.compile")
             )
-        hooks.attach(self.module, self._residency, specs, self._life, recomputed)
+        hooks.attach(
+            self.module, self._residency, specs, self._life, recomputed, self._settings.budget.logits or 0
+        )
         recompute.plan(self.module, self._residency, self._settings.engine.recompute)
 
     def _make_optimizers(

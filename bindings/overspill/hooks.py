@@ -20,6 +20,7 @@ from . import (
     gradients,
     leases,
     lending,
+    logits,
     reading,
     recompute,
     residency,
@@ -263,7 +264,7 @@ def without_hooks(state: dict) -> dict:
 
 def _take_out_block(state: dict) -> None:
     """The module's forward is what it was."""
-    while isinstance(block := state.get("forward"), (recompute.Block, compiled.Block)):
+    while isinstance(block := state.get("forward"), (recompute.Block, compiled.Block, logits.Layer)):
         del state["forward"]
         if block.replaced is not None:
             state["forward"] = block.replaced
@@ -304,13 +305,19 @@ def _release_block(call: Call) -> None:
 
 
 def attach(
-    model: nn.Module, owner: Residency, specs: list[UnitSpec], life: Any, recomputed: dict[nn.Module, str]
+    model: nn.Module,
+    owner: Residency,
+    specs: list[UnitSpec],
+    life: Any,
+    recomputed: dict[nn.Module, str],
+    logits_bytes: int = 0,
 ) -> None:
     """Registers all hooks. Those of modules stay when the engine is closed, and then refuse forward. `recomputed`:
     blocks that backward computes again, with their names. The blocks of `owner.compiler` are compiled: a call needs all
-    of their weights at once."""
+    of their weights at once. `logits_bytes`: above which logits are made in tiles; 0: never."""
     blocks: dict[nn.Module, list[Unit]] = {}
     alike: dict[Any, dict] = {}
+    tiled = logits.layers_of(model) if logits_bytes else {}
     for spec, unit in zip(specs, owner.units, strict=True):
         if spec.block is not None:
             blocks.setdefault(spec.block, []).append(unit)
@@ -327,6 +334,8 @@ def attach(
         module.register_forward_hook(after, always_call=True)
         if compiler is not None:
             module.__dict__["forward"] = compiler.block(module)
+        if module in tiled:
+            module.__dict__["forward"] = logits.Layer(tiled[module], module, owner, logits_bytes)
         if module in recomputed:
             changes = alike.setdefault(recompute.look(module), {})
             module.__dict__["forward"] = recompute.Block(

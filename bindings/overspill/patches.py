@@ -77,8 +77,12 @@ def run_backward(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any
             out = _run_backward(outputs, gradients, *args, **kwargs)
     except BaseException:
         guard.abandon_backward(call)
+        call.python = None
         raise
     guard.end_backward(call)
+    # This frame has the call among its locals. Else it would keep the frames of its callers until a garbage collection,
+    # and with them the weights that a backward of the script's own has when it calls this one.
+    call.python = None
     return out
 
 

@@ -27,6 +27,7 @@ SAMPLES = {
     "recompute": ("blocks", "none", "blocks", "none"),
     "compile": (True, "--no-compile", True, False),
     "activations": ("3MiB", "7MiB", 3 << 20, 7 << 20),
+    "logits": ("3MiB", "7MiB", 3 << 20, 7 << 20),
     "host_budget": ("3MiB", "7MiB", 3 << 20, 7 << 20),
     "nvme": (["a"], "b", "a", "b"),
     "device_budget": ("3MiB", "7MiB", 3 << 20, 7 << 20),

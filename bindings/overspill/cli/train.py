@@ -185,6 +185,13 @@ def _add_course(parser: argparse.ArgumentParser) -> None:
         help="memory, out of --host-budget, through which what forward saves moves to --nvme, e.g. 1GiB (default: it "
         "stays in memory)",
     )
+    add(
+        "--logits",
+        type=size,
+        metavar="SIZE",
+        help="the most that logits take at once, e.g. 256MiB: their loss is computed in tiles of tokens (default: all "
+        "logits are there at once)",
+    )
 
 
 def _add_process(parser: argparse.ArgumentParser) -> None:

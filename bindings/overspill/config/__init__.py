@@ -86,6 +86,9 @@ class Budget(Section):
     """The part of `host`, of each rank, that holds what autograd saves in forward; what does not fit goes to `nvme`,
     and gradients are the same to the bit (docs/activations.md). Not on a GPU. null: it stays where the model
     computes."""
+    logits: Annotated[Bytes | None, Field(ge=1 << 20)] = None
+    """The most that logits, in fp32, may take at once: where a linear layer outside the model's blocks makes more,
+    their loss is computed in tiles of tokens (docs/activations.md#logits). null: logits are whole."""
     endurance_tbw: Float | None = Field(None, ge=0)
     """Terabytes that each of their drives is rated to be written, from its data sheet. Only reports use it. null: what
     the drive tells."""
