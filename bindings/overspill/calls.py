@@ -91,14 +91,27 @@ class Stack:
     set for these calls, and the hooks above; None: none were. `exempt`: the thread takes turns with others. `refuses`:
     name and frame of the call in the middle of which no engine works (`NothingElse`). `leaves`: what autograd saves now
     stays with torch. `saves`: of a block that is computed again, the tensors that autograd saves, and their
-    versions."""
+    versions. `alike`: of a block that will be computed again, while autograd keeps its inputs, those that the ranks
+    have alike (partitioned.py)."""
 
-    __slots__ = ("alone", "calls", "claimed", "exempt", "ident", "leaves", "refuses", "remove_modes", "saves")
+    __slots__ = (
+        "alike",
+        "alone",
+        "calls",
+        "claimed",
+        "exempt",
+        "ident",
+        "leaves",
+        "refuses",
+        "remove_modes",
+        "saves",
+    )
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.ident, self.exempt = threading.get_ident(), False
         self.leaves = False
+        self.alike: Any = None
         self.saves: list[tuple[torch.Tensor, int]] | None = None
         self.claimed: FrameType | None = None
         self.alone: FrameType | None = None
@@ -396,7 +409,7 @@ def put_right(python: FrameType | None, ended: Call | None = None) -> None:
     books.blocks[:] = blocks
     if not stack.calls:
         stack.without_modes()
-        stack.saves, stack.leaves = None, False
+        stack.saves, stack.leaves, stack.alike = None, False, None
     try:
         residency.recount([call for each in books.stacks for call in each.calls] + blocks)
     except Exception as error:

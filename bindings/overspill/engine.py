@@ -50,6 +50,7 @@ from .gradients import Gradients
 from .groups import Groups
 from .init import materialise
 from .optimizer import OverspillOptimizer
+from .partitioned import Partitioning
 from .residency import Residency
 from .saving import Saving
 from .segments import Segment, get_grad, registry
@@ -117,7 +118,8 @@ class Engine(Stepping, Figures, Saving):
             if source is None:
                 ranks.broadcast_model(model, group)
         if model_group is not None:
-            model_group.check_alike({"engine.recompute": config.engine.recompute})
+            keys = ("recompute", "partition_activations")
+            model_group.check_alike({f"engine.{key}": getattr(config.engine, key) for key in keys})
         nccl = transport.choose(config.engine.transport, group, self._place)
         made: list[OverspillOptimizer] = []
         end = self._end = End((group, model_group))
@@ -132,6 +134,8 @@ class Engine(Stepping, Figures, Saving):
             self._residency = end.owner = Residency(core, specs, self._place, found, folder)
             if config.budget.activations:
                 self._residency.moving = moving.Moving(core, config.budget.activations, self._residency.freed)
+            if config.engine.partition_activations:
+                self._residency.partitioning = Partitioning(model_group, self._residency.moving)
             patches.install(self._residency)
             self._life = Life()
             weakref.finalize(self._life, end.collected)

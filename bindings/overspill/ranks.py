@@ -124,6 +124,7 @@ class Group:
             raise EngineFailed(f"overspill: {self.fate.failed(error)}") from error
         self._calls = Messages(self, 0)
         self._words = Messages(self, 4)  # while the core makes calls too
+        self._passes = Messages(self, 16)  # of forward and backward; Lines have the tags between
         self.lines: list[Line] = []
         self.fate.shared_with(self)
 
@@ -184,7 +185,7 @@ class Group:
         group, self.torch_group = self.torch_group, None
         if isinstance(group, dist.ProcessGroup) and dist.is_initialized():
             dist.destroy_process_group(group)
-        for messages in (self._calls, self._words, *self.lines):
+        for messages in (self._calls, self._words, self._passes, *self.lines):
             messages.close()
 
     # ---- before there is an engine
@@ -226,12 +227,25 @@ class Group:
         mine = [data[:0], *[parts[self.rank]] * (self.world - 1)]  # rank 0 has it all
         self._swap(mine, nothing if first else parts)
 
-    def _swap(self, sends: Sequence[Any], receives: Sequence[Any]) -> None:
+    # ---- in forward and backward
+
+    def tables(self, mine: bytearray) -> list[bytearray]:
+        """Every rank's bytes, by rank: as many from each."""
+        found = [mine if rank == self.rank else bytearray(len(mine)) for rank in range(self.world)]
+        self._swap([mine] * self.world, found, self._passes)
+        return found
+
+    def all_gather(self, parts: Sequence[torch.Tensor]) -> None:
+        """Fills in the parts of the other ranks, in the CPU's memory, by rank; this rank's is there."""
+        buffers = [memoryview(part.view(torch.uint8).numpy()) for part in parts]
+        self._swap([buffers[self.rank]] * self.world, buffers, self._passes)
+
+    def _swap(self, sends: Sequence[Any], receives: Sequence[Any], messages: Messages | None = None) -> None:
         """By rank. Raises EngineFailed when a rank is lost."""
         given = [list(sends), list(receives)]
         for of in given:
             of[:] = [each if len(each) > 0 and rank != self.rank else None for rank, each in enumerate(of)]
-        if why := self._words.exchange(*given):
+        if why := (messages or self._words).exchange(*given):
             first = self.declare(why)
             self.leave()
             raise EngineFailed(f"overspill: {first}")

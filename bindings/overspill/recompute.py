@@ -161,7 +161,12 @@ class Block:
             return self._learn(module, modes, leaves, args, kwargs)
         once = _Call(self, module, modes, (args, kwargs), form)
         del args, kwargs
-        return checkpoints.checkpoint(once, *leaves, use_reentrant=False, preserve_rng_state=False)
+        stack, partitioning = here.stack, self.owner.partitioning
+        stack.alike = partitioning.alike(leaves) if partitioning is not None else None
+        try:
+            return checkpoints.checkpoint(once, *leaves, use_reentrant=False, preserve_rng_state=False)
+        finally:
+            stack.alike = None
 
     def _keep(self, module: nn.Module, modes: Modes, leaves: list, args: tuple, kwargs: dict) -> Any:
         """As without the key; measured for the planner, if the block could be computed again."""
@@ -248,6 +253,7 @@ class _Call:
             raise RuntimeError(f"overspill: {self.owner.why_closed}")
         if self.arguments is None:
             return self._again(block, module, *_pytree.tree_unflatten(leaves, self.form))
+        here.stack.alike = None  # autograd has the inputs
         (args, kwargs), self.arguments = self.arguments, None
         given, weights = _versions(leaves), block.weights()
         result = block.forward(module)(*args, **kwargs)

@@ -84,6 +84,7 @@ class Residency:
         self.told_what_is_kept = False  # of blocks that recompute.py was to compute again
         self.told_of_compiler = False  # of the script's, which gains nothing
         self.recomputes: str | None = None  # what of the model, in words
+        self.partitioning: Any = None  # partitioned.Partitioning, where ranks keep slices of activations
         self.compiler: Any = None  # compiled.Compiler, where the model's blocks are compiled
         self.planner: recompute_plan.Planner | None = None  # until it has chosen what is computed again
         self.closed: str | None = None  # why it cannot be used any more

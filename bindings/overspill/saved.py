@@ -22,6 +22,7 @@ from . import calls, leases, showing, vertical
 from .calls import books, in_backward
 from .divided import form_of, in_form, is_divided, memory_of
 from .moving import Moved, Moving
+from .partitioned import Slice
 from .segments import Segment, Unit, registry
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -80,13 +81,15 @@ class Activation:
 
 
 def pack(tensor: torch.Tensor) -> Any:
-    """A Handle, a Moved, an Activation, or the tensor (kinds of tensors that have no storage of their own)."""
+    """A Handle, a Moved, a Slice, an Activation, or the tensor (kinds of tensors that have no storage of their own)."""
     with DisableTorchFunction():
         handle = _handle(tensor)
         if handle is not None:
             return handle
         if not (_has_memory(tensor) or is_divided(tensor)):
             return tensor
+        if (alike := calls.here.stack.alike) is not None and (kept := alike.keep(tensor)) is not None:
+            return kept
         if (moving := _moving()) is not None and _has_memory(tensor):
             moved = moving.keep(tensor)
             if moved is not None:
@@ -108,7 +111,7 @@ def unpack(saved: Any) -> torch.Tensor:
                     f"{saved.version}"
                 )
         return tensor
-    if type(saved) is Handle or type(saved) is Moved:
+    if type(saved) in (Handle, Moved, Slice):
         with DisableTorchFunction():
             return saved.tensor()
     return saved

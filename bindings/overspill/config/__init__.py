@@ -179,6 +179,10 @@ class EngineOptions(Section):
     """"blocks": of the model's repeated modules the engine keeps only the inputs, and backward computes the rest again,
     to the same bits (docs/activations.md). "auto", on one rank: so many blocks that a step is the shortest; what the
     others save moves, by budget.activations. The same on all ranks."""
+    partition_activations: bool = False
+    """Of the inputs of blocks that backward computes again (`recompute`), those that all ranks of the model group have
+    alike are kept a slice on each, and gathered before the block is computed again (docs/activations.md). On the CPU.
+    The same on all ranks."""
     compile: bool = False
     """torch.compile compiles the model's repeated modules, once for all that are alike (docs/compile.md). Sums may be
     in another order than without, so that losses differ in the last bits."""
@@ -308,6 +312,7 @@ class Config(Section):
                 "transport",
                 "recompute",
                 "compile",
+                "partition_activations",
             ):
                 setattr(flat, name, getattr(self.engine, name))
         flat.device = place.name if place is not None else self._planned_device()
@@ -318,6 +323,8 @@ class Config(Section):
             )
         if self.engine.recompute == "auto":
             self._check_choice(flat.device, alone=rank is None and part is None)
+        if self.engine.partition_activations and place is not None:
+            self._check_partition(flat.device, part is not None)
         if self.budget.activations is not None:
             self._check_activations(self.budget.activations, flat.device)
         # Containers count processes by themselves: two on one disk may both be process 1.
@@ -343,6 +350,24 @@ class Config(Section):
             raise ConfigError(
                 f"{wanted}: needs budget.activations, the memory through which the engine moves what it does not "
                 f'compute again: set it, "1GiB" for instance, or {blocks}'
+            )
+
+    def _check_partition(self, device: str, is_part: bool) -> None:
+        wanted = "config: engine.partition_activations = true"
+        if device != "host":
+            raise NotSupportedHere(
+                f"{wanted}: not supported where the model computes on {device}: leave it out, or compute on the CPU "
+                '(engine.device = "host")'
+            )
+        if not is_part:
+            raise ConfigError(
+                f"{wanted}: needs ranks that hold other parts of the model: give initialize model_group, or leave it "
+                "out"
+            )
+        if self.engine.recompute == "none":
+            raise ConfigError(
+                f"{wanted}: divides the inputs of blocks that backward computes again: set engine.recompute = "
+                '"blocks", or leave it out'
             )
 
     def _check_activations(self, size: int, device: str) -> None:
