@@ -140,6 +140,7 @@ void register_specs(py::module_& m) {
       .def_readonly("aliases", &SegmentSpec::aliases)
       .def_readonly("strides", &SegmentSpec::strides)
       .def_readonly("in_norm", &SegmentSpec::in_norm);
+  m.attr("WITH_EACH_BLOCK") = engine::kWithEachBlock;
   py::class_<UnitSpec>(m, "Unit")
       .def(py::init([](std::string name, const std::string& format, std::string dtype,
                        std::vector<SegmentSpec> segments, const std::string& optimizer, std::string packing,

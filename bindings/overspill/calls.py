@@ -91,8 +91,8 @@ class Stack:
     set for these calls, and the hooks above; None: none were. `exempt`: the thread takes turns with others. `refuses`:
     name and frame of the call in the middle of which no engine works (`NothingElse`). `leaves`: what autograd saves now
     stays with torch. `saves`: of a block that is computed again, the tensors that autograd saves, and their
-    versions. `alike`: of a block that will be computed again, while autograd keeps its inputs, those that the ranks
-    have alike (partitioned.py)."""
+    versions. `alike`: while autograd keeps the inputs of a block that will be computed again, those that are the same
+    on all ranks (partitioned.py)."""
 
     __slots__ = (
         "alike",

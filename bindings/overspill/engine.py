@@ -30,6 +30,7 @@ from . import (
     loss_scaling,
     moving,
     newcomers,
+    partitioned,
     parts,
     patches,
     place,
@@ -50,7 +51,6 @@ from .gradients import Gradients
 from .groups import Groups
 from .init import materialise
 from .optimizer import OverspillOptimizer
-from .partitioned import Partitioning
 from .residency import Residency
 from .saving import Saving
 from .segments import Segment, get_grad, registry
@@ -120,6 +120,8 @@ class Engine(Stepping, Figures, Saving):
         if model_group is not None:
             keys = ("recompute", "partition_activations")
             model_group.check_alike({f"engine.{key}": getattr(config.engine, key) for key in keys})
+            if config.engine.partition_activations:
+                recompute.check_parts(model, model_group)
         nccl = transport.choose(config.engine.transport, group, self._place)
         made: list[OverspillOptimizer] = []
         end = self._end = End((group, model_group))
@@ -132,10 +134,7 @@ class Engine(Stepping, Figures, Saving):
             folder = files.Folder(next(iter(config.budget.nvme), None))
             found = Gradients(core, self._place, self.world_size)
             self._residency = end.owner = Residency(core, specs, self._place, found, folder)
-            if config.budget.activations:
-                self._residency.moving = moving.Moving(core, config.budget.activations, self._residency.freed)
-            if config.engine.partition_activations:
-                self._residency.partitioning = Partitioning(model_group, self._residency.moving)
+            self._keep_activations(core)
             patches.install(self._residency)
             self._life = Life()
             weakref.finalize(self._life, end.collected)
@@ -151,6 +150,15 @@ class Engine(Stepping, Figures, Saving):
             end.give_up(error)
             raise
 
+    def _keep_activations(self, core: Any) -> None:
+        """Sets who keeps what autograd saves, where that is not torch."""
+        owner, config = self._residency, self._settings
+        if config.budget.activations:
+            owner.moving = moving.Moving(core, config.budget.activations, owner.freed)
+        if config.engine.partition_activations:
+            assert self._model_group is not None  # Config.to_core has looked
+            owner.partitioning = partitioned.Partitioning(self._model_group, owner)
+
     def _take_model(self, source: Any, values: Any, specs: Any, recomputed: dict[nn.Module, str]) -> None:
         """Weights become the engine's, buffers move to where it computes, and the model gets its hooks. `source`: the
         checkpoint, or None; `values`: where the weights come from without one (init.materialise)."""
@@ -163,7 +171,7 @@ class Engine(Stepping, Figures, Saving):
         if self._settings.engine.compile:
             part = self._model_group is not None
             self._residency.compiler = compiled.Compiler(
-                recompute.blocks_of(self.module, part, "engine.compile")
+                recompute.blocks_of(self.module, part, "engine.compile"), bool(recomputed)
             )
         hooks.attach(
             self.module, self._residency, specs, self._life, recomputed, self._settings.budget.logits or 0

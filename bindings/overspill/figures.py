@@ -70,10 +70,19 @@ class Figures:
 
     @property
     def plan_text(self) -> str:
-        """`str(engine.plan)`, the table that the commands print, and `computed_again`."""
+        """`str(engine.plan)`, the table that the commands print, `computed_again`, what torch.compile has compiled, and
+        which logits are made in tiles."""
         again, compiler = self.computed_again, self._residency.compiler
         text = str(self.plan) + (f"computed again in backward: {again}\n" if again else "")
-        return text + (f"torch.compile: {compiler}\n" if compiler is not None else "")
+        text += f"torch.compile: {compiler}\n" if compiler is not None else ""
+        return text + (f"logits in tiles: {self._residency.tiled}\n" if self._residency.tiled else "")
+
+    @property
+    def partitioned(self) -> dict[str, int] | None:
+        """With engine.partition_activations: bytes of the slices of blocks' inputs that this rank has kept since the
+        start, `kept_bytes`, and of the inputs that they are slices of, `whole_bytes`. None without the key."""
+        partitioning = self._residency.partitioning
+        return None if partitioning is None else partitioning.as_dict()
 
     @property
     def compiled(self) -> dict[str, int] | None:

@@ -15,8 +15,11 @@ from torch import nn
 
 from .config.values import can_name_a_file, parse_size
 
-# Frames between a script and the engine: ours, and torch's around an optimizer's step.
-_BETWEEN = tuple(os.path.dirname(module) for module in (__file__, torch.optim.__file__, torch.amp.__file__))
+# Frames between a script and the engine: ours, and torch's around an optimizer's step and a module's call.
+_BETWEEN = tuple(
+    os.path.dirname(module)
+    for module in (__file__, torch.optim.__file__, torch.amp.__file__, nn.modules.__file__)
+)
 
 
 def script_level() -> int:

@@ -179,9 +179,12 @@ def core_units(
 
 
 def _together(model: nn.Module) -> dict[int, int]:
-    """The number of the compiled block that a parameter is in, by its id."""
-    blocks = recompute.blocks_of(model, is_part=True)
-    return {id(p): number for number, block in enumerate(blocks) for p in block.parameters()}
+    """The number of the compiled block that a parameter is in, by its id; WITH_EACH_BLOCK where it is in several."""
+    found: dict[int, int] = {}
+    for at, block in enumerate(recompute.blocks_of(model, is_part=True)):
+        for p in block.parameters():
+            found[id(p)] = at if found.get(id(p), at) == at else _core.WITH_EACH_BLOCK
+    return found
 
 
 def core_settings(

@@ -318,6 +318,8 @@ def attach(
     blocks: dict[nn.Module, list[Unit]] = {}
     alike: dict[Any, dict] = {}
     tiled = logits.layers_of(model) if logits_bytes else {}
+    if logits_bytes:
+        owner.tiled = logits.said(model, tiled, logits_bytes)
     for spec, unit in zip(specs, owner.units, strict=True):
         if spec.block is not None:
             blocks.setdefault(spec.block, []).append(unit)

@@ -19,8 +19,8 @@ class NonFiniteError(_core.OverspillError, FloatingPointError):
 
 
 class LeavingOut:
-    """The part of an optimizer that says so. `outcomes`: the last one, of the update that was made last.
-    `on_nonfinite`: the configuration's."""
+    """The part of an optimizer that reports steps that the core left out. `outcomes`: the last one, of the update that
+    was made last. `on_nonfinite`: the configuration's."""
 
     residency: Residency
     outcomes: deque[Any]

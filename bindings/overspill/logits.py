@@ -9,25 +9,26 @@ whole, and a warning says so once."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.utils import _pytree
 
 from . import given, recompute, released
 from .calls import here
 from .divided import is_divided
 from .guard import guard, touch, units_of
-from .segments import registry
-
-_Change = tuple[Callable, tuple, dict]  # of a tile's logits: a function, its further arguments
+from .memory import human
+from .segments import Segment, registry
+from .tiles import Change, Job, Losses, Modes
 
 _RESHAPES = {torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten, torch.flatten, torch.reshape,
              torch.Tensor.unsqueeze, torch.unsqueeze, torch.Tensor.squeeze, torch.squeeze}  # fmt: skip
@@ -36,10 +37,13 @@ _CHANGES = {
     torch.Tensor.mul, torch.Tensor.div, torch.Tensor.__mul__, torch.Tensor.__rmul__, torch.Tensor.__truediv__,
     torch.mul, torch.div, torch.Tensor.tanh, torch.tanh,
 }  # fmt: skip
+_CASTS = {
+    torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double, torch.Tensor.to,
+}  # fmt: skip
 _LOOKS = {
     torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.ndimension,
     torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.is_floating_point, torch.Tensor.__len__,
-    torch.Tensor.element_size, torch.Tensor.get_device, torch.Tensor.__hash__, torch.Tensor.is_contiguous,
+    torch.Tensor.element_size, torch.Tensor.get_device, torch.Tensor.__hash__,
     *(getattr(torch.Tensor, name).__get__ for name in (
         "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_cpu", "is_meta", "is_sparse",
         "is_nested", "is_quantized", "itemsize", "nbytes",
@@ -64,37 +68,38 @@ class Layer:
         applies = self.replaced is None and type(module) is nn.Linear and type(input) is torch.Tensor
         if not applies or 4 * rows * module.out_features <= self.limit or self._stands_aside(module):
             return (self.replaced or types.MethodType(type(module).forward, module))(input)
-        return Logits(self, input, (), _Modes.now(input.device))
+        return Logits(_Source.of(self, module), input, (), Modes.now(input.device))
 
     def _stands_aside(self, module: nn.Linear) -> bool:
-        if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return True
+        if torch._C._functorch.maybe_current_level() is not None:
             return True
         mine = (p for p in (module.weight, module.bias) if p is not None)
         return here.is_on_copies() or any(id(p) not in registry or is_divided(p) for p in mine)
 
-    def with_weights(self, use: Callable[[nn.Linear], Any]) -> Any:
-        """`use` of the layer, with its weights there; inside a call of the model or after it."""
-        module = self.module()
-        if module is None or self.owner.closed:
-            raise RuntimeError(f"overspill: {self.owner.closed or self.owner.why_closed}")
-        mine = [registry[id(p)] for p in (module.weight, module.bias) if p is not None]
-        if not guard.on():
-            return released.on_weights(mine, use, module)
-        touch(units_of(mine))
-        return use(module)
-
     def tokens(self) -> int:
-        """Of a tile."""
+        """How many a tile has."""
         module = self.module()
         return max(1, self.limit // (4 * module.out_features)) if module is not None else 1
 
     def tell(self, function: Any) -> None:
         if not self.told:
             self.told = True
-            name = getattr(function, "__name__", str(function))
+            name = _name(function)
+            with_these = ""
+            instead = "Only torch.nn.functional.cross_entropy does without whole logits (docs/activations.md#logits)"
+            if function is functional.cross_entropy:
+                with_these, instead = (
+                    " with these arguments",
+                    (
+                        "Give it classes (int64) as targets, logits of shape [tokens, vocabulary], and no weight=, "
+                        "size_average= or reduce="
+                    ),
+                )
             warnings.warn(
-                f"overspill: budget.logits: {name} takes the logits of {self.name} whole, so they are not computed in "
-                "tiles: give the model's result to torch.nn.functional.cross_entropy, or leave budget.logits out",
+                f"overspill: budget.logits: {name}{with_these} takes the logits of {self.name} whole, so the engine "
+                f"does not compute the loss in tiles. {instead}; or leave budget.logits out",
                 stacklevel=given.script_level(),
             )
 
@@ -108,39 +113,79 @@ def layers_of(model: nn.Module) -> dict[nn.Linear, str]:
     }
 
 
-class _Modes(NamedTuple):
-    """Autograd and autocast as they were when the layer was called."""
+def said(model: nn.Module, layers: dict[nn.Linear, str], limit: int) -> str | None:
+    """Which layers, in words; warns where there is none."""
+    if layers:
+        return f"{', '.join(layers.values())}, where they would take more than {human(limit)}"
+    warnings.warn(
+        f"overspill: budget.logits = {human(limit)} has no effect: {type(model).__name__} has no torch.nn.Linear "
+        "outside its repeated blocks: make the logits with one, or leave budget.logits out",
+        stacklevel=given.script_level(),
+    )
+    return None
 
-    gradients: bool
-    device: str
-    autocast: bool
-    dtype: torch.dtype
+
+class _Source(NamedTuple):
+    """The layer, as it was when it was called: `generations` of its weights' units."""
+
+    layer: Layer
+    generations: tuple[int, ...]
 
     @classmethod
-    def now(cls, device: torch.device) -> _Modes:
-        kind = device.type
-        return cls(
-            torch.is_grad_enabled(), kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        )
+    def of(cls, layer: Layer, module: nn.Linear) -> _Source:
+        return cls(layer, tuple(segment.unit.generation for segment in _segments(module)))
 
-    def again(self) -> torch.autocast:
-        return torch.autocast(self.device, self.dtype, self.autocast)
+    def with_weights(self, use: Callable[[nn.Linear], Any]) -> Any:
+        """`use` of the layer, with its weights there; inside a call of the model or after it. RuntimeError where they
+        are others than those of the call."""
+        owner, module = self.layer.owner, self.layer.module()
+        if module is None or owner.closed:
+            raise RuntimeError(f"overspill: {owner.closed or owner.why_closed}")
+        if not owner.current:
+            owner.refresh()
+        mine = _segments(module)
+        if tuple(segment.unit.generation for segment in mine) != self.generations:
+            raise RuntimeError(
+                f"overspill: budget.logits: the weights of {self.layer.name} have changed since its call (engine.step, "
+                "a loaded checkpoint, a write), and its logits were not computed before: take what you need of them "
+                "before that, run forward again, or leave budget.logits out"
+            )
+        if not guard.on():
+            return released.on_weights(mine, use, module)
+        touch(units_of(mine))
+        return use(module)
+
+
+def _segments(module: nn.Linear) -> list[Segment]:
+    return [registry[id(p)] for p in (module.weight, module.bias) if p is not None]
 
 
 class Logits(torch.Tensor):
-    """linear(hidden, weight, bias), then `changes`. Its own memory is one number. Once it was whole, it stays so."""
+    """linear(hidden, weight, bias), then `changes`. Its own memory is one number. `root` and `path`: which other one
+    this is a view of, and how; what becomes of the root's whole is seen here. Once it was whole, it stays so."""
 
-    _layer: Layer
+    _source: _Source
     _hidden: torch.Tensor
-    _changes: tuple[_Change, ...]
-    _modes: _Modes
+    _stamp: int | None
+    _changes: tuple[Change, ...]
+    _modes: Modes
+    _root: Logits | None
+    _path: tuple[Change, ...]
+    _dense: bool
     _whole: torch.Tensor | None
 
     @staticmethod
     def __new__(
-        cls, layer: Layer, hidden: torch.Tensor, changes: tuple[_Change, ...], modes: _Modes
+        cls,
+        source: _Source,
+        hidden: torch.Tensor,
+        changes: tuple[Change, ...],
+        modes: Modes,
+        root: Logits | None = None,
+        path: tuple[Change, ...] = (),
+        dense: bool = True,
     ) -> Logits:
-        module = layer.module()
+        module = source.layer.module()
         assert module is not None
         with torch._C.DisableTorchFunctionSubclass():
             dtype = modes.dtype if modes.autocast else hidden.dtype
@@ -149,13 +194,11 @@ class Logits(torch.Tensor):
                 blank = function(blank, *args, **kwargs)
             blank = blank.detach().expand(*hidden.shape[:-1], module.out_features)
             made = torch.Tensor._make_subclass(cls, blank, modes.gradients)
-        made._layer, made._hidden, made._changes, made._modes, made._whole = (
-            layer,
-            hidden,
-            changes,
-            modes,
-            None,
-        )
+            if modes.gradients:
+                made.register_hook(functools.partial(_refuse_gradient, source.layer.name))
+        made._source, made._hidden, made._changes, made._modes = source, hidden, changes, modes
+        made._stamp = None if hidden.is_inference() else hidden._version
+        made._root, made._path, made._dense, made._whole = root, path, dense, None
         return made
 
     @classmethod
@@ -166,45 +209,94 @@ class Logits(torch.Tensor):
         if func in _LOOKS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is torch.Tensor.is_contiguous:
+            return args[0]._dense
         first = args[0] if args else kwargs.get("input")
-        if isinstance(first, Logits) and first._whole is None:
+        if isinstance(first, Logits) and not first._is_whole():
             made = _lazily(first, func, args[1:] if args else (), kwargs)
             if made is not None:
                 return made
-        for each in _found((args, kwargs)):
-            each._layer.tell(func)
-            break
+        found = [each for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, Logits)]
+        if not found:
+            raise TypeError(
+                f"overspill: budget.logits: {_name(func)} was given logits inside an object that is no tuple, list or "
+                "dict: give them by themselves, or leave budget.logits out"
+            )
+        for each in found:
+            if not each._is_whole() and 4 * each._count() > each._source.layer.limit:
+                each._source.layer.tell(func)
+            if _writes(func, kwargs):
+                each._top().whole()
         return func(*_wholes(args), **_wholes(kwargs))
+
+    def _count(self) -> int:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.numel()
+
+    def _top(self) -> Logits:
+        return self if self._root is None else self._root
+
+    def _is_whole(self) -> bool:
+        return self._whole is not None or self._top()._whole is not None
 
     def whole(self) -> torch.Tensor:
         if self._whole is None:
-            hidden = self._hidden
-            with torch.set_grad_enabled(self._modes.gradients), self._modes.again():
-                made = self._layer.with_weights(lambda m: functional.linear(hidden, m.weight, m.bias))
-                for function, args, kwargs in self._changes:
+            top = self._top()
+            if top._whole is not None:
+                made = top._whole
+                for function, args, kwargs in self._path:
                     made = function(made, *args, **kwargs)
+            else:
+                hidden = self._checked()
+                with torch.set_grad_enabled(self._modes.gradients), self._modes.again():
+                    made = self._source.with_weights(lambda m: functional.linear(hidden, m.weight, m.bias))
+                    for function, args, kwargs in self._changes:
+                        made = function(made, *args, **kwargs)
             self._whole = made
         return self._whole
 
+    def _checked(self) -> torch.Tensor:
+        """What the layer was given. RuntimeError where it has changed, or where the stand-in has got a graph that it
+        does not know."""
+        if self._stamp is not None and self._hidden._version != self._stamp:
+            raise RuntimeError(
+                f"overspill: budget.logits: what {self._source.layer.name} was given has been modified by an inplace "
+                "operation since, and its logits were not computed before: leave budget.logits out"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            has_graph = self.grad_fn is not None
+        if has_graph:
+            raise RuntimeError(
+                "overspill: budget.logits: a function of autograd, such as torch.utils.checkpoint with "
+                f"use_reentrant=True, returned the logits of {self._source.layer.name}: give it use_reentrant=False, "
+                "or leave budget.logits out"
+            )
+        return self._hidden
 
-def _found(value: Any) -> Iterator[Logits]:
-    if isinstance(value, Logits):
-        if value._whole is None:
-            yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _found(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _found(each)
+
+def _refuse_gradient(name: str, _: torch.Tensor) -> None:
+    """Autograd hands no stand-in to the layer whose result it is."""
+    raise RuntimeError(
+        f"overspill: budget.logits: a function of autograd (torch.autograd.Function, torch.utils.checkpoint with "
+        f"use_reentrant=True) was given the logits of {name} themselves, and their gradient would be lost: give it "
+        "logits + 0, or leave budget.logits out"
+    )
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", str(func))
+
+
+def _writes(func: Callable, kwargs: dict) -> bool:
+    """Whether a function may change logits in place, or stays with them."""
+    name = _name(func)
+    if name in ("__setitem__", "__set__", "retain_grad", "register_hook", "set_") or "out" in kwargs:
+        return True
+    return name.startswith("__i") if name.startswith("__") else name.endswith("_")
 
 
 def _wholes(value: Any) -> Any:
-    if isinstance(value, Logits):
-        return value.whole()
-    if type(value) in (tuple, list):
-        return type(value)(map(_wholes, value))
-    return {key: _wholes(each) for key, each in value.items()} if type(value) is dict else value
+    return _pytree.tree_map(lambda each: each.whole() if isinstance(each, Logits) else each, value)
 
 
 def _lazily(logits: Logits, func: Callable, rest: tuple, kwargs: dict) -> Any:
@@ -212,7 +304,7 @@ def _lazily(logits: Logits, func: Callable, rest: tuple, kwargs: dict) -> Any:
     if func is functional.cross_entropy:
         return _cross_entropy(logits, *rest, **{k: v for k, v in kwargs.items() if k != "input"})
     if func is torch.Tensor.contiguous:
-        return logits if not rest and not kwargs else None
+        return None if rest or kwargs else logits if logits._dense else _copy(logits)
     if func in _RESHAPES:
         return _reshaped(logits, func, rest, kwargs)
     if func is torch.Tensor.__getitem__ and not kwargs:
@@ -222,23 +314,40 @@ def _lazily(logits: Logits, func: Callable, rest: tuple, kwargs: dict) -> Any:
     return None
 
 
+def _copy(logits: Logits, changes: tuple[Change, ...] = ()) -> Logits:
+    """A tensor of its own."""
+    hidden = logits._checked()
+    return Logits(logits._source, hidden, (*logits._changes, *changes), logits._modes)
+
+
+def _view(logits: Logits, hidden: torch.Tensor, step: Change, dense: bool) -> Logits:
+    path = (*logits._path, step)
+    return Logits(logits._source, hidden, logits._changes, logits._modes, logits._top(), path, dense)
+
+
 def _changed(logits: Logits, func: Callable, rest: tuple, kwargs: dict) -> Logits | None:
     if func is torch.Tensor.to:
         device = kwargs.get("device", rest[0] if rest else None)
         if not isinstance(device, torch.dtype) and (device is not None or "dtype" not in kwargs):
             return None
-    return Logits(logits._layer, logits._hidden, (*logits._changes, (func, rest, kwargs)), logits._modes)
+    made = _copy(logits, ((func, rest, kwargs),))
+    with torch._C.DisableTorchFunctionSubclass():
+        same = made.dtype == logits.dtype
+    return logits if same and func in _CASTS else made
 
 
 def _reshaped(logits: Logits, func: Callable, rest: tuple, kwargs: dict) -> Logits | None:
     """None where the last dimension is no longer the logits of one token."""
+    if any(isinstance(each, torch.dtype) for each in (*rest, *kwargs.values())):
+        return None
     shape = func(torch.empty(logits.shape, device="meta"), *rest, **kwargs).shape
     if not shape or shape[-1] != logits.shape[-1]:
         return None
-    hidden = logits._hidden
-    return Logits(
-        logits._layer, hidden.reshape(*shape[:-1], hidden.shape[-1]), logits._changes, logits._modes
-    )
+    hidden = logits._checked()
+    hidden = hidden.reshape(*shape[:-1], hidden.shape[-1])
+    if not logits._dense and func is not torch.Tensor.view:  # a copy in torch, mostly
+        return Logits(logits._source, hidden, logits._changes, logits._modes)
+    return _view(logits, hidden, (func, rest, kwargs), True)
 
 
 def _rows(logits: Logits, index: Any) -> Logits | None:
@@ -256,8 +365,8 @@ def _rows(logits: Logits, index: Any) -> Logits | None:
     full = (*before, *[slice(None)] * (dims - len(before) - len(after)), *after)
     if full[-1] not in (slice(None), slice(None, None, 1), slice(0, None)):
         return None
-    hidden = logits._hidden[full[:-1]]
-    return Logits(logits._layer, hidden, logits._changes, logits._modes)
+    hidden = logits._checked()[full[:-1]]
+    return _view(logits, hidden, (torch.Tensor.__getitem__, (index,), {}), False)
 
 
 def _cross_entropy(
@@ -277,96 +386,24 @@ def _cross_entropy(
         return None
     if target.shape != logits.shape[:1]:
         return None  # torch's error
-    layer, modes = logits._layer, logits._modes
-    job = _Job(layer, logits._changes, modes, ignore_index, float(label_smoothing))
+    hidden = logits._checked()
+    now = Modes.now(hidden.device)
+    job = Job(
+        logits._source.layer.tokens(),
+        logits._changes,
+        logits._modes,
+        now,
+        ignore_index,
+        float(label_smoothing),
+    )
 
     def use(module: nn.Linear) -> torch.Tensor:
-        return _Losses.apply(job, logits._hidden, module.weight, module.bias, target)
+        return Losses.apply(job, hidden, module.weight, module.bias, target)
 
-    with torch.set_grad_enabled(modes.gradients):
-        losses = layer.with_weights(use)
+    with torch.set_grad_enabled(logits._modes.gradients and now.gradients):
+        losses = logits._source.with_weights(use)
         if reduction == "none":
             return losses
-        total = losses.sum()
-        return total if reduction == "sum" else total / (target != ignore_index).sum()
-
-
-class _Job(NamedTuple):
-    layer: Layer
-    changes: tuple[_Change, ...]
-    modes: _Modes
-    ignore_index: int
-    label_smoothing: float
-
-    def losses(self, product: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        for function, args, kwargs in self.changes:
-            product = function(product, *args, **kwargs)
-        return functional.cross_entropy(
-            product,
-            target,
-            ignore_index=self.ignore_index,
-            reduction="none",
-            label_smoothing=self.label_smoothing,
-        )
-
-
-class _Losses(torch.autograd.Function):
-    """The losses of all tokens. Tensors of one tile live at a time."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        job: _Job,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        target: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.job = job
-        ctx.save_for_backward(hidden, weight, bias, target)
-        step = job.layer.tokens()
-        with job.modes.again():
-            tiles = [
-                job.losses(functional.linear(some, weight, bias), wanted)
-                for some, wanted in zip(hidden.split(step), target.split(step), strict=True)
-            ]
-        return torch.cat(tiles)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        hidden, weight, bias, target = ctx.saved_tensors
-        job, step = ctx.job, ctx.job.layer.tokens()
-        wants = ctx.needs_input_grad
-        of_hidden = torch.empty_like(hidden) if wants[1] else None
-        sums = [
-            torch.zeros(each.shape, dtype=torch.promote_types(each.dtype, torch.float32), device=each.device)
-            if wanted
-            else None
-            for each, wanted in ((weight, wants[2]), (bias, bias is not None and wants[3]))
-        ]
-        for at in range(0, len(hidden), step):
-            some, tile = hidden[at : at + step], slice(at, at + step)
-            with torch.enable_grad(), job.modes.again():
-                product = functional.linear(some, weight, bias).detach().requires_grad_()
-                losses = job.losses(product, target[tile])
-            (slope,) = torch.autograd.grad(losses, product, gradient[tile])
-            if of_hidden is not None:
-                of_hidden[tile].copy_(slope @ weight.to(slope.dtype))
-            if sums[0] is not None:
-                _add_product(sums[0], slope, some)
-            if sums[1] is not None:
-                sums[1].add_(slope.sum(0))
-        grads = [
-            None if each is None else each.to(of.dtype) for each, of in zip(sums, (weight, bias), strict=True)
-        ]
-        return None, of_hidden, *grads, None
-
-
-def _add_product(sum_: torch.Tensor, slope: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Adds a tile's part of the weight's gradient: in place, where the dtypes are one."""
-    hidden = hidden.to(slope.dtype)
-    if sum_.dtype == slope.dtype:
-        sum_.addmm_(slope.t(), hidden)
-    else:
-        sum_.add_(slope.t() @ hidden)
+        total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
+        mean = total if reduction == "sum" else total / (target != ignore_index).sum()
+        return mean.to(losses.dtype)

@@ -155,11 +155,12 @@ def check_reach(loss: torch.Tensor, owner: Any) -> None:
             continue
         segment = registry.get(id(leaf))
         if segment is None or segment.unit.residency is not owner:
-            whose = "of another engine" if segment is not None else "that no engine trains"
-            what = f"a weight of shape {list(leaf.shape)}" if segment is None else segment.name
+            what = f"a weight of shape {list(leaf.shape)}, which no engine trains"
+            if segment is not None:
+                what = f"{segment.name}, which another engine trains"
             raise RuntimeError(
-                f"overspill: loss_scaling.enabled: engine.backward(loss) would give {what}, {whose}, a gradient of the "
-                "loss times the scale, and nobody would divide it: switch its gradients off "
+                f"overspill: loss_scaling.enabled: the loss of engine.backward reaches {what}. Its gradient would stay "
+                "multiplied by the scale: switch its gradients off "
                 "(weight.requires_grad_(False), or forward under torch.no_grad()), have this engine train it too, or "
                 "leave loss_scaling out, and scale with torch.amp.GradScaler"
             )

@@ -1,9 +1,9 @@
 """Activations that each rank of a model-parallel group keeps a slice of (`engine.partition_activations`; ZeRO-R's P_a,
 Rajbhandari et al., arXiv 1910.02054, section 6.1; with `budget.activations` the slices move, as in P_a+cpu).
 
-Of a block that backward computes again autograd keeps the inputs. Where layers are divided among ranks, the inputs are
-mostly the same on all of them: then each keeps one slice of each, and before the block is computed again they give one
-another theirs. Whether an input is the same is asked at each call, of its bytes' digests, which the ranks compare."""
+Autograd keeps the inputs of a block that backward computes again. Under tensor parallelism most of these inputs are the
+same on all ranks. Then each rank keeps one slice of such an input, and the ranks exchange their slices before the block
+is computed again. At each call the ranks compare digests of the inputs' bytes, to find out which are the same."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ _DIGEST_BYTES = 8
 
 class Partitioning:
     """Of one engine. `group`: the ranks that hold the other parts of the model, which make the same calls in the same
-    order. `kept_bytes`: what this rank has kept since the start; `whole_bytes`: what that are slices of."""
+    order. `kept_bytes`: bytes of the slices that this rank has kept since the start; `whole_bytes`: bytes of the
+    tensors that they are slices of."""
 
-    def __init__(self, group: Group, moving: Moving | None):
-        self.group, self.moving = group, moving
+    def __init__(self, group: Group, owner: Any):
+        self.group, self.owner = group, owner
         self.kept_bytes = self.whole_bytes = 0
+
+    def as_dict(self) -> dict[str, int]:
+        return {"kept_bytes": self.kept_bytes, "whole_bytes": self.whole_bytes}
 
     def alike(self, leaves: Sequence[Any]) -> Alike:
         """Which of a call's inputs are the same on all ranks. Collective. Raises EngineFailed."""
@@ -53,8 +57,9 @@ class Partitioning:
         mine = flat[begin:end].clone()
         self.kept_bytes += mine.nbytes
         self.whole_bytes += tensor.nbytes
-        moved = self.moving.keep(mine) if self.moving is not None else None
-        return Slice(self.group, moved or mine, tensor)
+        moving: Moving | None = self.owner.moving
+        moved = moving.keep(mine) if moving is not None else None
+        return Slice(self, moved or mine, tensor)
 
 
 class Alike:
@@ -71,16 +76,18 @@ class Alike:
 class Slice:
     """What autograd has of a tensor: this rank's slice."""
 
-    __slots__ = ("dtype", "group", "mine", "shape")
+    __slots__ = ("dtype", "mine", "partitioning", "shape")
 
-    def __init__(self, group: Group, mine: torch.Tensor | Moved, tensor: torch.Tensor):
-        self.group, self.mine, self.shape, self.dtype = group, mine, tensor.shape, tensor.dtype
+    def __init__(self, partitioning: Partitioning, mine: torch.Tensor | Moved, tensor: torch.Tensor):
+        self.partitioning, self.mine, self.shape, self.dtype = partitioning, mine, tensor.shape, tensor.dtype
 
     def tensor(self) -> torch.Tensor:
         """The whole, of all ranks' slices. Collective. Raises EngineFailed."""
+        if self.partitioning.owner.closed:
+            raise RuntimeError(f"overspill: {self.partitioning.owner.closed}")
         mine = self.mine if isinstance(self.mine, torch.Tensor) else self.mine.tensor()
         whole = torch.empty(self.shape, dtype=self.dtype)
-        flat, group = whole.view(-1), self.group
+        flat, group = whole.view(-1), self.partitioning.group
         parts = [flat[slice(*_bounds(flat.numel(), rank, group.world))] for rank in range(group.world)]
         parts[group.rank].copy_(mine)
         group.all_gather(parts)

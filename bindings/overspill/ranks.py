@@ -230,7 +230,7 @@ class Group:
     # ---- in forward and backward
 
     def tables(self, mine: bytearray) -> list[bytearray]:
-        """Every rank's bytes, by rank: as many from each."""
+        """Takes this rank's bytes and returns those of all ranks, by rank; all give the same number."""
         found = [mine if rank == self.rank else bytearray(len(mine)) for rank in range(self.world)]
         self._swap([mine] * self.world, found, self._passes)
         return found

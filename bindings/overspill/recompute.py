@@ -19,6 +19,7 @@ import inspect
 import types
 import warnings
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -39,7 +40,7 @@ from .segments import registry
 _BY_HAND = {
     "engine.recompute": "call the parts that save the most through torch.utils.checkpoint.checkpoint(part, x, "
     "use_reentrant=False)",
-    "engine.compile": "compile functions that the model calls, and that use no weights, by torch.compile",
+    "engine.compile": "use torch.compile on functions of the model that use no weights",
 }
 Modes = tuple[bool, ...]  # `training` of a block's modules
 
@@ -73,10 +74,21 @@ def blocks_of(model: nn.Module, is_part: bool = False, key: str = "engine.recomp
     _find(model, "", found, set())
     if not found and not is_part:
         raise ConfigError(
-            f"config: {key}: {type(model).__name__} has no blocks: none of its modules has two children of one class, "
-            f"with parameters of the same shapes and with submodules. Leave {key} out, and {_BY_HAND[key]}"
+            f"config: {key}: {type(model).__name__} has no blocks: no module has two children of one class whose "
+            f"parameters have the same shapes and which have submodules. Leave {key} out, and {_BY_HAND[key]}"
         )
     return found
+
+
+def check_parts(model: nn.Module, group: Any) -> None:
+    """Raises RankError where the ranks of a group have other blocks than one another, as stages of a pipeline do: with
+    engine.partition_activations they would wait for one another for ever. Collective."""
+    kinds: dict[Any, int] = {}  # of each the first call is not computed again
+    blocks = blocks_of(model, is_part=True)
+    found = [f"{name} {kinds.setdefault(look(block), len(kinds))}" for block, name in blocks.items()]
+    found += [name for name, _ in model.named_parameters()]
+    digest = zlib.crc32("\n".join(found).encode())
+    group.check_alike({"engine.partition_activations: the names of blocks and parameters (a digest)": digest})
 
 
 def _in_order(model: nn.Module) -> list[Block]:
@@ -245,6 +257,7 @@ class _Call:
         self.arguments: tuple[tuple, dict] | None = arguments  # of forward: the script's own lists and dicts
         self.draws = Draws(block.owner.place)
         self.buffers = _Buffers(module, with_bytes=False)
+        self.compiled: bool | None = None  # whether forward was (compiled.py): so is what is computed again
         self.generations = [unit.generation for unit in block.units]
 
     def __call__(self, *leaves: Any) -> Any:
@@ -257,6 +270,7 @@ class _Call:
         (args, kwargs), self.arguments = self.arguments, None
         given, weights = _versions(leaves), block.weights()
         result = block.forward(module)(*args, **kwargs)
+        self.compiled = getattr(block.replaced, "compiled", None)
         what = self.buffers.changed() or ("its weights" if block.weights() != weights else _written(given))
         if what is not None:
             raise _refusal(block, f"changed {what}, which the first call of such a block did not")
@@ -283,9 +297,14 @@ class _Call:
                     "was followed by a change of its weights (engine.step, a loaded checkpoint)",
                     "run backward before, or forward again",
                 )
+            stand_in = block.replaced if self.compiled is not None else None
+            if stand_in is not None:
+                stand_in.again = self.compiled
             try:
                 return block.forward(module)(*args, **kwargs)
             finally:
+                if stand_in is not None:
+                    stand_in.again = None
                 block.end(module, args, None)
         except BaseException as error:
             whole = isinstance(error, _BREAKS_OFF)  # torch has what it wants

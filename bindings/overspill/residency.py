@@ -82,6 +82,7 @@ class Residency:
         self.freed = heap.Freed()
         self.moving: moving.Moving | None = None  # set where the engine keeps activations
         self.told_what_is_kept = False  # of blocks that recompute.py was to compute again
+        self.tiled: str | None = None  # which logits are made in tiles, in words
         self.told_of_compiler = False  # of the script's, which gains nothing
         self.recomputes: str | None = None  # what of the model, in words
         self.partitioning: Any = None  # partitioned.Partitioning, where ranks keep slices of activations

@@ -44,8 +44,8 @@ _REFUSED = {
     "fp16": "the Trainer calls loss.backward(), and the engine scales losses in engine.backward alone: give bf16",
     "fp16_full_eval": "weights stay in the dtype that they have",
     "bf16_full_eval": "weights stay in the dtype that they have: make the model in bf16",
-    "torch_compile": "it gains nothing under an engine, whose hooks break the graph at each module: give "
-    "engine.compile = true in the configuration, with which the engine compiles the model's blocks",
+    "torch_compile": "it gains nothing under an engine, whose hooks break the graph at each module: set "
+    '{"engine": {"compile": true}} in overspill=, with which the engine compiles the model\'s blocks (docs/compile.md)',
     "fsdp": "the engine divides the model among the ranks",
     "deepspeed": "give overspill= alone; `python -m overspill.deepspeed` is for DeepSpeed's JSON",
 }

@@ -50,8 +50,11 @@ struct UnitSpec {
   /// Names, for the text of the plan, how the bytes of a frozen unit hold numbers of fewer bits. The caller
   /// packs and unpacks them.
   std::string packing = {};
-  /// Units with one number, but for -1, are held at the same time: a call of a compiled block needs them all.
+  /// Units with one number are held at the same time: a call of a compiled block needs them all.
+  /// kWithEachBlock: those of every number. -1: none.
   int32_t together = -1;
 };
+
+inline constexpr int32_t kWithEachBlock = -2;
 
 }  // namespace overspill::engine

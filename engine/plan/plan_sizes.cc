@@ -87,12 +87,12 @@ namespace {
 
 constexpr size_t kLeasedMost = 3;  // of units that are held one by one
 
-/// The sum of the `count` largest, without those of the number `without`.
+/// The sum of the `count` largest, without those that a block of the number `without` holds.
 int64_t largest(std::span<const GatheredSize> sorted, size_t count, int32_t without = -1) {
   int64_t sum = 0;
   for (const GatheredSize& unit : sorted) {
     if (count == 0) break;
-    if (without >= 0 && unit.together == without) continue;
+    if (without >= 0 && (unit.together == without || unit.together == kWithEachBlock)) continue;
     sum += unit.bytes;
     --count;
   }
@@ -108,13 +108,16 @@ int64_t sum_of(std::span<const GatheredSize> sizes) {
 int64_t held_at_once(std::vector<GatheredSize> sizes, size_t more) {
   std::sort(sizes.begin(), sizes.end(), [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
   std::map<int32_t, int64_t> together;
-  for (const GatheredSize& unit : sizes)
+  int64_t with_each = 0;
+  for (const GatheredSize& unit : sizes) {
     if (unit.together >= 0) together[unit.together] += unit.bytes;
+    if (unit.together == kWithEachBlock) with_each += unit.bytes;
+  }
   const int64_t one_by_one = largest(sizes, kLeasedMost + more);
   if (together.empty()) return one_by_one;
   const auto most = std::max_element(together.begin(), together.end(),
                                      [](const auto& a, const auto& b) { return a.second < b.second; });
-  return std::max(one_by_one, most->second + largest(sizes, kLeasedMost - 1 + more, most->first));
+  return std::max(one_by_one, most->second + with_each + largest(sizes, kLeasedMost - 1 + more, most->first));
 }
 
 int64_t PlanSizes::accumulator_bytes(const Unit& unit) const {
@@ -307,10 +310,11 @@ void PlanSizes::size_up_gather(bool roomy) {
   const int64_t left = config_.device_budget_bytes - plan_.kept_device_bytes();
   if (least > left) {
     throw BudgetError(fmt::format(
-        "device budget too small: {} ({} bytes) are needed for {} "
-        "together and for sums of gradients, {} are allowed",
+        "device budget too small: {} ({} bytes) are needed for {} and for sums of gradients, and {} are "
+        "allowed: "
+        "raise budget.device",
         mib(least + plan_.kept_device_bytes()), least + plan_.kept_device_bytes(),
-        kept ? "all units" : "the units that are held at once", mib(config_.device_budget_bytes)));
+        kept ? "all units" : "the units that are in use at the same time", mib(config_.device_budget_bytes)));
   }
   plan_.gather_device_bytes = std::min(sum_of(gathered), left);
 }

@@ -29,8 +29,8 @@ struct GatheredSize {
 };
 
 /// The most that is held at once: the three largest units, since a layer's own, its parent's and the root's
-/// may be; or the units of one number, with the two largest others. And the `more` largest of the rest, which
-/// are read ahead.
+/// may be; or the units of one number and of kWithEachBlock, with the two largest others. And the `more`
+/// largest of the rest, which are read ahead.
 int64_t held_at_once(std::vector<GatheredSize> sizes, size_t more);
 
 /// Sizes the plan that it is given, again after each change of a placement. Refers to all it is given.

@@ -22,6 +22,15 @@ TEST(HeldAtOnce, IsWhatACompiledBlockNeedsBesideTheTwoLargestOthers) {
   EXPECT_EQ(held_at_once(sizes, 2), 4 + 4 + 4 + 1 + 10 + 6 + 3 + 3);
 }
 
+TEST(HeldAtOnce, CountsWhatAllBlocksShareWithEach) {
+  const std::vector<GatheredSize> sizes = {{.bytes = 5, .together = kWithEachBlock},
+                                           {.bytes = 3, .together = 0},
+                                           {.bytes = 3, .together = 0},
+                                           {.bytes = 2, .together = 1},
+                                           {.bytes = 1}};
+  EXPECT_EQ(held_at_once(sizes, 0), 3 + 3 + 5 + 2 + 1);
+}
+
 TEST(HeldAtOnce, IsNotLessWhereOthersAreLarger) {
   EXPECT_EQ(held_at_once({{100}, {90}, {80}, {1, 0}, {1, 0}}, 0), 270);
 }

@@ -60,14 +60,14 @@ def run(folder: str, mesh, partition: bool, activations: str | None) -> dict:
     for value in engine.state_dict().values():
         local = value.to_local() if hasattr(value, "to_local") else value
         digest = zlib.crc32(local.contiguous().numpy().tobytes(), digest)
-    kept = engine._residency.partitioning
+    kept = engine.partitioned
     found = {
         "losses": losses,
         "norms": norms,
         "digest": digest,
         "grown": grown[-1],
-        "kept": kept and kept.kept_bytes,
-        "whole": kept and kept.whole_bytes,
+        "kept": kept and kept["kept_bytes"],
+        "whole": kept and kept["whole_bytes"],
         "moved": engine.stats()["activations_kept_bytes"],
     }
     engine.close()

@@ -28,6 +28,7 @@ ANSWERS = {
     "micro_steps",
     "module",
     "optimizer",
+    "partitioned",
     "plan",
     "plan_text",
     "predict",

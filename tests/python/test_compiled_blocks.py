@@ -234,9 +234,12 @@ def compiled_inside(model):
 @pytest.mark.parametrize(
     "change, said",
     [
-        (hooked, r"a Linear in a block of class Layer has a hook of the script's"),
-        (replaced, r"the call of a Linear in a block of class Layer was replaced, or compiled"),
-        (compiled_inside, r"the call of a Linear in a block of class Layer was replaced, or compiled"),
+        (hooked, r"the script has put a hook on a Linear in a block of class Layer"),
+        (replaced, r"the script has replaced, or compiled, the call of a Linear in a block of class Layer"),
+        (
+            compiled_inside,
+            r"the script has replaced, or compiled, the call of a Linear in a block of class Layer",
+        ),
     ],
 )
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -282,7 +285,7 @@ def test_a_block_that_torch_compile_cannot_compile_is_an_error_that_says_so(conf
     def broken(*_):
         raise ValueError("no such backend")
 
-    monkeypatch.setattr(compiled.Region, "_backend", broken)
+    monkeypatch.setattr(compiled, "_backend_of", lambda region: broken)
     said = config()
     said["engine"].compile = True
     engine, *_ = overspill.initialize(made(), said)

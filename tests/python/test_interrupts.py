@@ -440,7 +440,11 @@ class Trained:
 
 
 @pytest.fixture
-def trained(config, tmp_path):
+def trained(config, tmp_path, no_group):
+    state = pytest.importorskip("accelerate.state", reason="accelerate is not installed")
+    if torch.distributed.is_initialized():  # another test's, and Accelerate would wrap the model for it
+        torch.distributed.destroy_process_group()
+    state.AcceleratorState._reset_state(reset_partial_state=True)
     made = Trained(config, tmp_path)
     yield made
     made.engine.close()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import overspill
-from overspill import logits
+from overspill import logits, tiles
 
 VOCABULARY, WIDTH, LENGTH = 2048, 16, 400  # of one batch: 2 x 400 x 2048 x 4 bytes, 6.25 MiB
 STEPS = 3
@@ -107,7 +107,7 @@ def same(one, other, tolerance=1e-6):
 def count(monkeypatch):
     """Calls of the tiled loss, and of whole logits."""
     found = {"tiles": 0, "whole": 0}
-    losses, whole = logits._Job.losses, logits.Logits.whole
+    losses, whole = tiles.Job.losses, logits.Logits.whole
 
     def counted(self, *args):
         found["tiles"] += 1
@@ -117,7 +117,7 @@ def count(monkeypatch):
         found["whole"] += 1
         return whole(self)
 
-    monkeypatch.setattr(logits._Job, "losses", counted)
+    monkeypatch.setattr(tiles.Job, "losses", counted)
     monkeypatch.setattr(logits.Logits, "whole", counted_whole)
     return found
 
@@ -237,7 +237,10 @@ def test_any_other_function_gets_them_whole_and_a_warning_says_so(loss, function
             found.append(train(engine))
         told = [str(each.message) for each in told if "budget.logits" in str(each.message)]
         assert len(told) == (size is not None)
-        assert all(re.search(f"{function} takes the logits of head whole", each) for each in told)
+        assert all(
+            re.search(f"{function}( with these arguments)? takes the logits of head whole", each)
+            for each in told
+        )
         engine.close()
     same(found[1], found[0], 0)
     assert count["tiles"] == 0
@@ -332,3 +335,23 @@ def test_a_model_given_back_computes_whole_logits(config):
     engine = started(config, made(lambda y, ids: y), "1MiB", "host")
     model = engine.give_back()
     assert type(model(ids_of(0))) is torch.Tensor and "forward" not in model.head.__dict__
+
+
+def test_the_plan_names_the_layers_and_a_model_without_one_is_told(config):
+    engine = started(config, made(shifted), "1MiB")
+    assert "logits in tiles: head, where they would take more than 1.0 MiB\n" in engine.plan_text
+    engine.close()
+    with pytest.warns(
+        UserWarning, match=r"budget\.logits = 1\.0 MiB has no effect: Embedding has no torch\.nn\.Linear"
+    ):
+        engine = started(config, nn.Embedding(4, 4), "1MiB")
+    assert "logits" not in engine.plan_text
+    engine.close()
+
+
+def test_few_rows_may_be_whole(config):
+    engine = started(config, made(lambda y, ids: y), "1MiB")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engine(ids_of(0))[:, -1].argmax(-1).shape == (2,)
+    engine.close()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import overspill
-from overspill import partitioned
+from overspill import partitioned, recompute
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -59,10 +59,14 @@ class Others:
         parts[1].copy_(self.rest)
 
 
+class Owner:
+    moving = closed = None
+
+
 def test_what_ranks_have_otherwise_stays_whole():
     tensors = [torch.randn(2000), torch.randn(50, 40), torch.randn(4)]
     for change, expected in ((None, [0, 1]), (0, [1]), (1, [0])):
-        alike = partitioned.Partitioning(Others(change), None).alike([None, *tensors, "text"])
+        alike = partitioned.Partitioning(Others(change), Owner()).alike([None, *tensors, "text"])
         assert [n for n, each in enumerate(tensors) if alike.keep(each) is not None] == expected
 
 
@@ -71,7 +75,7 @@ def test_what_ranks_have_otherwise_stays_whole():
 def test_slices_make_the_whole(dtype, shape):
     group = Others()
     tensor = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
-    kept = partitioned.Partitioning(group, None).alike([tensor]).keep(tensor)
+    kept = partitioned.Partitioning(group, Owner()).alike([tensor]).keep(tensor)
     half = tensor.numel() // 2
     assert kept.mine.numel() == half and kept.mine.untyped_storage().nbytes() == half * tensor.itemsize
     group.rest = tensor.flatten()[half:].clone()
@@ -90,10 +94,23 @@ def test_slices_make_the_whole(dtype, shape):
     ids=["transposed", "leaf", "parameter", "conjugate", "meta"],
 )
 def test_what_is_no_plain_memory_stays_whole(tensor):
-    assert partitioned.Partitioning(Others(), None).alike([tensor]).keep(tensor) is None
+    assert partitioned.Partitioning(Others(), Owner()).alike([tensor]).keep(tensor) is None
 
 
 def test_it_needs_a_model_group(config):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
     with pytest.raises(overspill.ConfigError, match="needs ranks that hold other parts of the model"):
         overspill.initialize(model, config(recompute="blocks", partition_activations=True))
+
+
+def test_parts_with_other_layers_are_refused():
+    class Group:
+        def check_alike(self, what):
+            self.what = what
+
+    said = []
+    for model in (nn.Sequential(nn.Linear(2, 2)), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])):
+        group = Group()
+        recompute.check_parts(model, group)
+        said.append(group.what)
+    assert said[0].keys() == said[1].keys() and said[0] != said[1]

@@ -16,6 +16,7 @@ from . import optim
 
 __all__: list[str] = [
     "OWN_STATES_FILE",
+    "WITH_EACH_BLOCK",
     "Activation",
     "BudgetError",
     "CheckpointError",
@@ -767,4 +768,5 @@ def why_no_nccl(library: str) -> str:
     """
 
 OWN_STATES_FILE: str = "optimizer.safetensors"
+WITH_EACH_BLOCK: int = -2
 leave_block: typing.Any

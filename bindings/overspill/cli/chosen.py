@@ -289,7 +289,7 @@ def _effective(name: str, value: Any, config: Config) -> Any:
 def _alike(name: str, typed: Any, said: Any) -> bool:
     from overspill.config.values import parse_size
 
-    if name in ("host_budget", "device_budget", "activations"):
+    if name in ("host_budget", "device_budget", "activations", "logits"):
         try:
             return typed == parse_size(said)
         except ValueError:
@@ -304,7 +304,7 @@ def _shown(name: str, value: Any) -> str:
 
     if isinstance(value, list):
         return " ".join(map(str, value))
-    return human(value) if name.endswith("budget") or name == "activations" else str(value)
+    return human(value) if name.endswith("budget") or name in ("activations", "logits") else str(value)
 
 
 def _typing(name: str, value: Any) -> str:
@@ -348,8 +348,8 @@ def _check_unchanged(chosen: Chosen, stored: dict[str, Any], now: dict[str, Any]
             continue
         if name in now:
             raise CliError(
-                f"{option(name)} {_shown(name, now[name])} differs from {began[name]}, with which the run "
-                f"began; {advice}{_other_states(name)}"
+                f"{option(name)} {_shown(name, now[name])} differs from {_shown(name, began[name])}, with which the "
+                f"run began; {advice}{_other_states(name)}"
             )
         if began[name] is not None and chosen.origins[name] == "default":
             raise CliError(

@@ -46,7 +46,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="for a run with --compile, which holds all weights of a block at once",
+        help="plan for overspill train --compile, which needs memory for all weights of a block at once",
     )
     add_update(parser)
     add_adapter(parser)

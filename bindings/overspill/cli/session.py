@@ -235,6 +235,8 @@ class Session:
             say(f"ranks: {self.ranks.world}; what follows is of rank 0")
         say(f"device: {self.engine.device}")
         say(self.engine.plan_text.removesuffix("\n"))
+        if self.engine.compiled is not None:
+            say("the first step takes longer: torch.compile compiles the model's blocks")
         for line in self.room.lines():
             say(f"  {line}")
         say(f"  {self._save_text()}")

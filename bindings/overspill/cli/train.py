@@ -175,8 +175,8 @@ def _add_course(parser: argparse.ArgumentParser) -> None:
     add(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="torch.compile compiles the model's repeated blocks: longer at the start, mostly faster after "
-        f"{default_text('compile')}",
+        help="torch.compile compiles the model's repeated blocks: the first steps take longer, later ones are mostly "
+        f"faster (docs/compile.md) {default_text('compile')}",
     )
     add(
         "--activations",

@@ -87,8 +87,9 @@ class Budget(Section):
     and gradients are the same to the bit (docs/activations.md). Not on a GPU. null: it stays where the model
     computes."""
     logits: Annotated[Bytes | None, Field(ge=1 << 20)] = None
-    """The most that logits, in fp32, may take at once: where a linear layer outside the model's blocks makes more,
-    their loss is computed in tiles of tokens (docs/activations.md#logits). null: logits are whole."""
+    """The most that logits, in fp32, may take at once: where a linear layer outside the model's blocks makes more, the
+    engine computes their loss in tiles of tokens (docs/activations.md#logits). Sums are then in another order. null:
+    logits are whole."""
     endurance_tbw: Float | None = Field(None, ge=0)
     """Terabytes that each of their drives is rated to be written, from its data sheet. Only reports use it. null: what
     the drive tells."""
@@ -159,8 +160,8 @@ class LossScaling(Section):
 
 
 class EngineOptions(Section):
-    """How the engine works; nothing here changes a result. Upper bounds are far above any use, and below what the
-    core's integers hold."""
+    """How the engine works. Except for `compile`, nothing here changes a result. Upper bounds are far above any use,
+    and below what the core's integers hold."""
 
     threads: Int = Field(0, ge=0, le=2**16)
     """Of updates, beside torch's own. 0: all cores."""
@@ -180,12 +181,13 @@ class EngineOptions(Section):
     to the same bits (docs/activations.md). "auto", on one rank: so many blocks that a step is the shortest; what the
     others save moves, by budget.activations. The same on all ranks."""
     partition_activations: bool = False
-    """Of the inputs of blocks that backward computes again (`recompute`), those that all ranks of the model group have
-    alike are kept a slice on each, and gathered before the block is computed again (docs/activations.md). On the CPU.
-    The same on all ranks."""
+    """Backward computes blocks again from their inputs (`recompute`). Where all ranks of the model group have the same
+    input, each rank keeps one slice of it, and the ranks exchange slices before the block is computed again
+    (docs/activations.md). Only where the CPU computes, and for layers divided by tensor parallelism. All ranks set it
+    alike."""
     compile: bool = False
-    """torch.compile compiles the model's repeated modules, once for all that are alike (docs/compile.md). Sums may be
-    in another order than without, so that losses differ in the last bits."""
+    """The engine has torch.compile compile the model's repeated modules, once for all that are alike (docs/compile.md).
+    Compiled code adds in another order, so losses differ in the last bits."""
     checkpoints_kept: Int = Field(1, ge=0, le=10**6)
     """For so many checkpoints the engine reserves room on the disks at its start."""
     train_after_save: bool = True
@@ -361,8 +363,8 @@ class Config(Section):
             )
         if not is_part:
             raise ConfigError(
-                f"{wanted}: needs ranks that hold other parts of the model: give initialize model_group, or leave it "
-                "out"
+                f"{wanted}: needs ranks that hold other parts of the model: give overspill.initialize process_group "
+                "and model_group (docs/torchrun.md), or leave it out"
             )
         if self.engine.recompute == "none":
             raise ConfigError(

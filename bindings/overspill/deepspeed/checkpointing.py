@@ -58,8 +58,9 @@ def configure(
         mpu_: None; another one divides the model among ranks, and is refused
         deepspeed_config: the JSON, a dict or a path
         checkpoint_in_cpu: what a checkpoint keeps lies in host memory until backward
-        partition_activations, contiguous_checkpointing, num_checkpoints: checked, then ignored: they divide activations
-            that model-parallel ranks share, and there are none here
+        partition_activations, contiguous_checkpointing, num_checkpoints: checked, then ignored: this function's
+            checkpoints stay whole on each rank. The key engine.partition_activations divides the inputs of the engine's
+            own recomputation (docs/activations.md)
         synchronize, profile: without a meaning here
 
     Raises AssertionError for contiguous checkpoints without partition_activations or num_checkpoints, as there.
@@ -90,7 +91,13 @@ def configure(
     named = [key for key, argument in {**ignored, "profile": profile}.items() if asked(argument, key)]
     if named:
         warnings.warn(
-            f"overspill: deepspeed.checkpointing.configure: without a meaning here: {', '.join(named)}",
+            f"overspill: deepspeed.checkpointing.configure: without a meaning here: {', '.join(named)}"
+            + (
+                "; for a slice on each rank set engine.recompute and engine.partition_activations in the section "
+                "overspill"
+                if "partition_activations" in named
+                else ""
+            ),
             stacklevel=2,
         )
     _asked.in_cpu = bool(asked(checkpoint_in_cpu, "cpu_checkpointing"))

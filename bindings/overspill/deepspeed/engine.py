@@ -429,8 +429,8 @@ class DeepSpeedEngine(Engine):
     def compile(self, *_: Any, **__: Any) -> None:
         """Says that it does nothing."""
         warnings.warn(
-            "overspill: engine.compile() does nothing: give engine.compile = true in the section overspill of the "
-            "configuration, with which the engine compiles the model's blocks (docs/compile.md)",
+            'overspill: the method engine.compile() does nothing here. Set "overspill": {"engine": {"compile": true}} '
+            "in the JSON: the engine then compiles the model's blocks (docs/compile.md)",
             stacklevel=2,
         )
 

@@ -244,7 +244,8 @@ KEYS: tuple[Key, ...] = (
     *_unused(_LOGS, "tensorboard", "wandb", "csv_monitor", "comet"),
     # Other parts of DeepSpeed.
     *_unused(
-        "`deepspeed.checkpointing.configure` reads it; or use torch.utils.checkpoint in the script",
+        '`deepspeed.checkpointing.configure` reads it. The engine\'s own keys: `"overspill": {"engine": {"recompute": '
+        '"blocks", "partition_activations": true}}` (docs/activations.md)',
         "activation_checkpointing",
     ),
     *_unused("the engine measures the disks (overspill doctor)", "aio"),
@@ -261,7 +262,7 @@ KEYS: tuple[Key, ...] = (
         "checkpoint.writer",
     ),
     *_unused("the engine does not capture graphs", "graph_harvesting"),
-    _refused("compile.deepcompile", "give engine.compile = true in the section overspill (docs/compile.md)"),
+    _refused("compile.deepcompile", 'set "overspill": {"engine": {"compile": true}} (docs/compile.md)'),
     *_unused(
         "it belongs to deepcompile",
         *(

@@ -61,6 +61,13 @@ class Pipeline:
                 self._module.set_checkpoint_interval(interval)
         except ValueError as error:
             raise ConfigError(f"config: {PIPELINE}: {error}") from None
+        own = data.get("overspill")
+        engine = own.get("engine") if isinstance(own, dict) else None
+        if isinstance(engine, dict) and engine.get("partition_activations"):
+            raise ConfigError(
+                "config: overspill.engine.partition_activations = true: not supported with a PipelineModule, whose "
+                "stages hold different layers and have no input in common: leave it out"
+            )
         if drops_layers:
             raise ConfigError(
                 "config: progressive_layer_drop: not supported with a PipelineModule: leave one of them out"
