@@ -33,6 +33,7 @@ from torch.utils import checkpoint as checkpoints
 from . import saved, showing
 from .calls import here, in_backward
 from .config.section import ConfigError
+from .divided import is_divided
 from .draws import Draws
 from .recompute_plan import Planner
 from .segments import registry
@@ -81,8 +82,15 @@ def blocks_of(model: nn.Module, is_part: bool = False, key: str = "engine.recomp
 
 
 def check_parts(model: nn.Module, group: Any) -> None:
-    """Raises RankError where the ranks of a group have other blocks than one another, as stages of a pipeline do: with
-    engine.partition_activations they would wait for one another for ever. Collective."""
+    """Raises ConfigError where no layer is divided among the ranks of a group, RankError where they have other blocks
+    than one another: as stages of a pipeline, which with engine.partition_activations would wait for one another for
+    ever. Collective."""
+    if not any(is_divided(p) for p in model.parameters()):
+        raise ConfigError(
+            f"config: engine.partition_activations = true: {type(model).__name__} has no DTensors, so no layer is "
+            "divided among the ranks of model_group, and they have no input in common: leave it out, or divide layers "
+            "by torch's parallelize_module (docs/torchrun.md)"
+        )
     kinds: dict[Any, int] = {}  # of each the first call is not computed again
     blocks = blocks_of(model, is_part=True)
     found = [f"{name} {kinds.setdefault(look(block), len(kinds))}" for block, name in blocks.items()]

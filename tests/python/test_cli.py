@@ -9,6 +9,7 @@ import pytest
 import tiny
 from checkpoint_scene import pieces_of
 
+from overspill import compiled
 from overspill.cli import troubles
 
 pytest_plugins = "command_scene"
@@ -166,6 +167,27 @@ def test_train_computes_blocks_again_and_says_how_many(recompute, bench, finishe
     assert [r["loss"] for r in one] == [r["loss"] for r in other]
     assert one[-1]["norm"] == other[-1]["norm"]
     bench.ok(capsys, "train", "--out", outs[1], "--resume", "--steps", 10, "--recompute", "none")
+
+
+def test_train_compiles_blocks_and_makes_logits_in_tiles(bench, capsys, tmp_path, monkeypatch):
+    """To the losses of a run without, and it goes on without."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    outs = [tmp_path / name for name in ("plain", "both")]
+    both = ["--compile", "--logits", "1MiB"]
+    options = {"steps": 3, "batch": 4, "seq_len": 256, "clip": 0.5, "host_budget": "64MiB"}
+    said = [
+        bench.ok(capsys, *bench.train_args(out, **options), *more)
+        for out, more in zip(outs, ([], both), strict=True)
+    ]
+    assert (
+        "torch.compile: " in said[1]
+        and "the first step takes longer" in said[1]
+        and "torch.compile" not in said[0]
+    )
+    assert "logits in tiles: lm_head, where they would take more than 1.0 MiB" in said[1]
+    one, other = ([r["loss"] for r in tiny.log(out)] for out in outs)
+    assert other == pytest.approx(one, rel=1e-2)  # in bf16
+    bench.ok(capsys, "train", "--out", outs[1], "--resume", "--steps", 4, "--no-compile")
 
 
 def test_going_on_is_bit_equal(bench, spilling, finished, capsys, tmp_path):

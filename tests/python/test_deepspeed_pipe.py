@@ -141,6 +141,10 @@ def test_what_a_pipeline_cannot_do_is_refused(no_group):
         started(managed_gradient_accumulation=False)
     with pytest.raises(ConfigError, match=r"fp16\.enabled = True: not supported with a PipelineModule"):
         started(fp16={"enabled": True})
+    with pytest.raises(
+        ConfigError, match=r"partition_activations = true: not supported with a PipelineModule"
+    ):
+        started(overspill={"engine": {"recompute": "blocks", "partition_activations": True}})
     with pytest.raises(ConfigError, match="progressive_layer_drop"):
         started(progressive_layer_drop={"enabled": True})
     with pytest.raises(ConfigError, match=r"the model is no deepspeed\.pipe\.PipelineModule"):

@@ -103,14 +103,20 @@ def test_it_needs_a_model_group(config):
         overspill.initialize(model, config(recompute="blocks", partition_activations=True))
 
 
-def test_parts_with_other_layers_are_refused():
+def test_parts_with_other_layers_are_refused(monkeypatch):
     class Group:
         def check_alike(self, what):
             self.what = what
 
+    monkeypatch.setattr(recompute, "is_divided", lambda p: True)
     said = []
     for model in (nn.Sequential(nn.Linear(2, 2)), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])):
         group = Group()
         recompute.check_parts(model, group)
         said.append(group.what)
     assert said[0].keys() == said[1].keys() and said[0] != said[1]
+
+
+def test_stages_of_a_pipeline_are_refused():
+    with pytest.raises(overspill.ConfigError, match=r"Sequential has no DTensors.*leave it out"):
+        recompute.check_parts(nn.Sequential(nn.Linear(2, 2)), None)
