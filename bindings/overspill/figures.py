@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from . import given
+from . import given, memory
 from .config import Config
 from .plan import Plan
 from .residency import Residency
@@ -90,6 +90,16 @@ class Figures:
         torch.compile. None without the key."""
         compiler = self._residency.compiler
         return None if compiler is None else compiler.as_dict()
+
+    @property
+    def memory(self) -> dict[str, int | None]:
+        """Of this process, as the kernel counts it: resident bytes now (`resident_bytes`), the most since the process
+        started (`most_resident_bytes`), and budget.process (`budget_bytes`)."""
+        return {
+            "resident_bytes": memory.rss_bytes(),
+            "most_resident_bytes": memory.peak_rss_bytes(),
+            "budget_bytes": self._settings.budget.process,
+        }
 
     @property
     def computed_again(self) -> str | None:

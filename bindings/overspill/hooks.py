@@ -76,6 +76,8 @@ class ModuleHooks:
                 if not owner.told_of_compiler:
                     compiled.look_for_the_scripts(owner, call.python)
                 owner.core.begin_pass(module.training, torch.is_grad_enabled())
+                if owner.watch is not None:
+                    owner.watch.begin_pass()
                 if owner.planner is not None and torch.is_grad_enabled():
                     owner.planner.begin_pass()
                 if owner.expect_step is not None and module.training and torch.is_grad_enabled():

@@ -85,6 +85,7 @@ class Residency:
         self.tiled: str | None = None  # which logits are made in tiles, in words
         self.told_of_compiler = False  # of the script's, which gains nothing
         self.recomputes: str | None = None  # what of the model, in words
+        self.watch: Any = None  # watch.Watch, where the whole process has a budget
         self.partitioning: Any = None  # partitioned.Partitioning, where ranks keep slices of activations
         self.compiler: Any = None  # compiled.Compiler, where the model's blocks are compiled
         self.planner: recompute_plan.Planner | None = None  # until it has chosen what is computed again

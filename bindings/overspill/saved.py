@@ -21,7 +21,7 @@ from torch._C import DisableTorchFunction, _autograd
 from . import calls, leases, showing, vertical
 from .calls import books, in_backward
 from .divided import form_of, in_form, is_divided, memory_of
-from .moving import Moved, Moving
+from .moving import Moved
 from .partitioned import Slice
 from .segments import Segment, Unit, registry
 
@@ -90,10 +90,14 @@ def pack(tensor: torch.Tensor) -> Any:
             return tensor
         if (alike := calls.here.stack.alike) is not None and (kept := alike.keep(tensor)) is not None:
             return kept
-        if (moving := _moving()) is not None and _has_memory(tensor):
-            moved = moving.keep(tensor)
+        under_way = _under_way()
+        owner = None if under_way is None else under_way.owner
+        if owner is not None and owner.moving is not None and _has_memory(tensor):
+            moved = owner.moving.keep(tensor)
             if moved is not None:
                 return moved
+        if owner is not None and owner.watch is not None:
+            owner.watch.saved(tensor, under_way.module)
         saved = Activation()
         saved.tensor, saved.version = tensor.detach(), tensor._version
         return saved
@@ -117,14 +121,16 @@ def unpack(saved: Any) -> torch.Tensor:
     return saved
 
 
-def _moving() -> Moving | None:
-    """Of the engine whose module is under way: it keeps activations, or None."""
-    under_way = calls.here.stack.calls
-    owner = under_way[-1].owner if under_way else None
-    if owner is None or owner.moving is None or owner.closed or calls.here.stack.leaves:
+def _under_way() -> calls.Call | None:
+    """The call of an engine's module that is under way, where the engine keeps or counts what autograd saves."""
+    listed = calls.here.stack.calls
+    owner = listed[-1].owner if listed else None
+    if owner is None or owner.closed or calls.here.stack.leaves:
+        return None
+    if owner.moving is None and owner.watch is None:
         return None
     # A call that was broken off is listed still.
-    return owner.moving if under_way[-1].is_on(sys._getframe()) else None
+    return listed[-1] if listed[-1].is_on(sys._getframe()) else None
 
 
 def compose(user_pack: Callable, user_unpack: Callable) -> tuple[Callable, Callable]:

@@ -55,6 +55,9 @@ class Stepping(StandIn):
     def _backward(self, loss: torch.Tensor, divisor: int, kwargs: dict[str, Any]) -> torch.Tensor:
         self._settle()
         given.loss(loss)
+        watch = self._residency.watch
+        if watch is not None:
+            watch.look("forward, at its end")
         self._core.begin_backward()
         share = loss / divisor if divisor > 1 else loss
         scaler = self._residency.gradients.scaler

@@ -25,6 +25,7 @@ ANSWERS = {
     "global_steps",
     "last_step",
     "lr_scheduler",
+    "memory",
     "micro_steps",
     "module",
     "optimizer",

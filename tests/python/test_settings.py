@@ -179,6 +179,7 @@ FILE_ONLY = {
     "engine.chunk_elements": 4096,
     "engine.placement": "half",
     "engine.train_after_save": False,
+    "budget.process": 1 << 34,
     "engine.partition_activations": True,
     "loss_scaling.enabled": True,
     "loss_scaling.loss_scale": 8.0,

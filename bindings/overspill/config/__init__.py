@@ -13,7 +13,7 @@ import secrets
 import warnings
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from .. import memory
 from ..deepspeed import settings as deepspeed_json
@@ -73,6 +73,11 @@ def _measured() -> int:
 class Budget(Section):
     """Bytes that each tier may use."""
 
+    process: Bytes | None = None
+    """What the process may take of host memory in all: `host`, activations, gradients on their way, torch and Python.
+    Where forward would take more, it raises a BudgetError, which says what would do
+    (docs/activations.md#the-whole-process). Without `host`, that is half of what this leaves beside what the process
+    has when the configuration is read. Only where the CPU computes. null: nobody looks."""
     host: Bytes = Field(default_factory=_measured)
     """Host memory of this rank: what the engine holds there, the arena of `activations` included. Other activations and
     torch's own memory come on top. Where it is missing: half of what is free when the configuration is read, divided by
@@ -93,6 +98,17 @@ class Budget(Section):
     endurance_tbw: Float | None = Field(None, ge=0)
     """Terabytes that each of their drives is rated to be written, from its data sheet. Only reports use it. null: what
     the drive tells."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _host_of_process(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("process") is None or given.get("host") is not None:
+            return given
+        try:
+            limit = parse_size(given["process"])
+        except (TypeError, ValueError):
+            return given  # the field's own error
+        return given | {"host": memory.left_of(limit) // 2}
 
 
 def _schedule(name: str) -> str:
@@ -325,6 +341,8 @@ class Config(Section):
             )
         if self.engine.recompute == "auto":
             self._check_choice(flat.device, alone=rank is None and part is None)
+        if self.budget.process is not None:
+            self._check_process(self.budget.process, flat.device)
         if self.engine.partition_activations and place is not None:
             self._check_partition(flat.device, part is not None)
         if self.budget.activations is not None:
@@ -352,6 +370,19 @@ class Config(Section):
             raise ConfigError(
                 f"{wanted}: needs budget.activations, the memory through which the engine moves what it does not "
                 f'compute again: set it, "1GiB" for instance, or {blocks}'
+            )
+
+    def _check_process(self, limit: int, device: str) -> None:
+        wanted = f"config: budget.process = {limit}"
+        if device != "host":
+            raise NotSupportedHere(
+                f"{wanted}: not supported where the model computes on {device}, whose memory holds the activations: "
+                'leave it out, or compute on the CPU (engine.device = "host")'
+            )
+        if limit <= self.budget.host:
+            raise ConfigError(
+                f"{wanted}: budget.host = {self.budget.host} is a part of it, and leaves nothing for activations and "
+                "torch: give more, or a smaller budget.host"
             )
 
     def _check_partition(self, device: str, is_part: bool) -> None:

@@ -1,0 +1,71 @@
+"""The memory of the whole process, beside what it may take (`budget.process`). What forward saves is counted, and the
+process is looked at before it has grown much. So a run that does not fit ends in its first step with a message, which
+says what would do, and not by the kernel's killer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import heap
+from ._core import BudgetError
+from .config import Config
+from .memory import human, rss_bytes
+
+_MOST_BETWEEN = 32 << 20  # bytes saved between two looks
+
+
+class Watch:
+    """Of one engine. Only the thread that trains uses it."""
+
+    def __init__(self, config: Config):
+        assert config.budget.process is not None
+        self.limit: int = config.budget.process
+        self._config = config
+        self._every = min(_MOST_BETWEEN, max(1, self.limit // 64))
+        self._saved = self._since = self._largest = 0  # bytes since the pass began, and since the last look
+
+    def begin_pass(self) -> None:
+        self._saved = self._since = self._largest = 0
+
+    def saved(self, tensor: torch.Tensor, module: Any) -> None:
+        """Called for a tensor that autograd keeps in torch's memory. Raises BudgetError."""
+        self._saved += tensor.nbytes
+        self._since += tensor.nbytes
+        self._largest = max(self._largest, tensor.nbytes)
+        if self._since >= self._every:
+            self._since = 0
+            self.look(f"forward, in {type(module).__name__}")
+
+    def look(self, where: str) -> None:
+        """Raises BudgetError where the process has, or would have with the next tensors, more than it may take."""
+        ahead = max(
+            self._every, 2 * self._largest
+        )  # a result of the next function, and what it needs meanwhile
+        if rss_bytes() + ahead <= self.limit:
+            return
+        heap.give_back()
+        now = rss_bytes()
+        if now + ahead > self.limit:
+            raise BudgetError(self._text(now, where))
+
+    def _text(self, now: int, where: str) -> str:
+        budget, engine = self._config.budget, self._config.engine
+        ways = []
+        if engine.recompute == "none":
+            ways.append('engine.recompute = "blocks" (backward computes blocks again)')
+        if budget.activations is None and budget.nvme:
+            ways.append("budget.activations (what forward saves moves to NVMe)")
+        if budget.logits is None:
+            ways.append("budget.logits (the loss of a large vocabulary in tiles)")
+        ways += [
+            f"a smaller budget.host than {human(budget.host)}",
+            "smaller micro-batches",
+            "a larger budget.process",
+        ]
+        return (
+            f"overspill: budget.process = {human(self.limit)}: the process has {human(now)} in {where}, of which "
+            f"forward has saved {human(self._saved)} in this pass, and the next tensors would not fit. What would do: "
+            + "; ".join(ways)
+        )

@@ -1,0 +1,52 @@
+"""A process of test_watch.py: trains within budget.process. Prints, as JSON, its peak, the limit, the error, and the
+loss of a smaller batch afterwards."""
+
+import json
+import sys
+
+import torch
+from torch import nn
+
+import overspill
+from overspill import memory
+
+WIDTH, ROWS = 1024, 8192  # an activation takes 32 MiB
+
+
+def main(folder: str, left: int, recompute: str = "none", activations: str | None = None) -> dict:
+    torch.set_num_threads(1)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(12)]
+    blocks = (
+        nn.Sequential(*(part for layer in layers[i : i + 3] for part in (layer, nn.Tanh())))
+        for i in (0, 3, 6, 9)
+    )
+    model = nn.Sequential(*blocks)
+    for p in model.parameters():
+        p.requires_grad_(p.dim() == 1)  # biases alone: nothing else grows
+    x = torch.randn(ROWS, WIDTH)
+    limit = memory.rss_bytes() + (left << 20) + (96 << 20)
+    settings = {
+        "budget": {"process": limit, "host": "96MiB", "nvme": [folder], "activations": activations},
+        "optimizer": {"type": "SGD", "lr": 1e-3},
+        "engine": {"recompute": recompute},
+    }
+    engine, *_ = overspill.initialize(model, settings)
+    memory.reset_peak_rss()
+    found = {"limit": limit, "error": None, "after": None}
+    try:
+        for _ in range(2):
+            engine.backward(engine(x)[:64].square().mean())
+            engine.step()
+    except overspill.BudgetError as error:
+        found["error"] = str(error)
+    found["peak"] = memory.peak_rss_bytes()
+    engine.zero_grad()
+    loss = engine(x[:64]).square().mean()
+    engine.backward(loss)
+    engine.step()
+    found["after"] = loss.item()
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(**json.loads(sys.argv[1]))), flush=True)
