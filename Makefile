@@ -8,7 +8,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-all setup-test build build-all train train-compare test test-cpp test-python test-long fuzz bench-activations bench-adam bench-checkpoint bench-compile bench-formats bench-gguf bench-gpu bench-gradient bench-inference bench-intake bench-io bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheels clean
+.PHONY: help setup setup-all setup-test build build-all train train-compare test test-cpp test-python test-long fuzz bench-activations bench-adam bench-checkpoint bench-compile bench-formats bench-gguf bench-gpu bench-gradient bench-inference bench-intake bench-io bench-limited bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheels clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ fuzz:  ## Fuzz the readers of checkpoints and of model folders, FUZZ_SECONDS (60
 
 bench-activations: build  ## Moved activations beside plain torch and gradient checkpointing: seconds and memory; 15 minutes
 	@tools/keep_result activations $(PYTHON_VENV) bench/activations/run.py $(BENCH_ACTIVATIONS_ARGS)
+
+bench-limited: build  ## 690 M at 4,096 tokens in a memory cgroup in which plain torch with checkpointing is killed; as root, 70 minutes
+	@tools/keep_result limited $(PYTHON_VENV) bench/activations/limited.py $(BENCH_LIMITED_ARGS)
 
 bench-adam: build-all  ## The update beside torch's, DeepSpeed's and the memory's limit, in turn; 8 minutes
 	@tools/peers

@@ -34,38 +34,47 @@ def ready():
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     else:
         engine = trained = overspill.initialize(model, job["config"])[0]
-    count = 0
+    count, passes = 0, []
 
     def step() -> float:
         nonlocal count
+        began = time.perf_counter()
         loss = trained(gpt.batch(shape, count))
         if engine is not None:
             engine.backward(loss)
+            passes.append(time.perf_counter() - began)
             engine.step()
         else:
             loss.backward()
+            passes.append(time.perf_counter() - began)
             optimizer.step()
             optimizer.zero_grad()
         count += 1
         return loss.item()
 
     def turn(steps: int) -> dict[str, Any]:
-        """Seconds and losses of steps, and how far the process grew in them."""
+        """Seconds and losses of steps, those of forward and backward (`passes`), how far the process grew in them, and
+        the most that it has had resident."""
         seconds, losses = [], []
+        passes.clear()
         before = {} if engine is None else engine.stats()
         with growth() as grown:
             for _ in range(steps):
                 began = time.perf_counter()
                 losses.append(step())
                 seconds.append(time.perf_counter() - began)
-        found = {"steps": seconds, "losses": losses, "grown_bytes": grown["bytes"]}
+        found = {"steps": seconds, "passes": list(passes), "losses": losses}
+        found |= {"grown_bytes": grown["bytes"], "peak_bytes": grown["peak"]}
         if engine is not None:
             after = engine.stats()
             found |= {
                 key: (after[key] - before[key]) // steps for key in after if key.startswith("activations_")
             }
             found["again"] = engine.computed_again
-            found["waited"] = engine.report()["wait_by_cause"]["activations"]
+            waits = engine.report()["wait_by_cause"]
+            found["waited"] = waits["activations"]
+            longest = max(waits, key=waits.get)
+            found["bound"] = f"{longest}, {waits[longest]:.2f} s of the last step"
         return found
 
     return {"parameters": parameters}, {"turn": turn}

@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
 import models
+from cgroups import Missing, cgroup, inside
 from turns import Child, Failed, in_turn, machine
 
 HERE = Path(__file__).resolve().parent
@@ -33,15 +34,10 @@ ROOT = HERE.parents[1]
 KEPT = ROOT / "results" / "inference"
 LLAMA = Path(os.environ.get("LLAMA_VENV") or ROOT / "results" / "llama-venv")
 TUNED = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-CGROUP = Path("/sys/fs/cgroup/memory")
 PROMPT, WRITTEN = 256, 32  # tokens of a turn
 POSITIONS = 1024  # of a cache
 FEW = 128  # the same where memory is scarce
 CHARGED = 16 << 20  # of a cgroup's limit: what the kernel charges beside a process's own pages
-
-
-class Missing(Exception):
-    """A group that cannot be run here; the message says why."""
 
 
 def ours(name: str, group: Path | None = None, **options: Any) -> Child:
@@ -64,9 +60,7 @@ def llama(
 def child(label: str, command: list[str], group: Path | None, **environment: str) -> Child:
     """`group`: the cgroup that it moves into before it becomes the contender."""
     KEPT.mkdir(parents=True, exist_ok=True)
-    if group is not None:
-        command = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *command]
-    return Child(command, {**os.environ, **environment}, log=KEPT / f"{label}.log", rests=True)
+    return Child(inside(group, command), {**os.environ, **environment}, log=KEPT / f"{label}.log", rests=True)
 
 
 @contextlib.contextmanager
@@ -169,21 +163,6 @@ def batch(turns: int) -> dict[str, Any]:
             four = children["ours"].ask(do="batch", texts=4, prompt=PROMPT, tokens=WRITTEN)
             ratios.append(one["decode"] / four["decode"])
     return {"batch4_vs_single": statistics.median(ratios)}
-
-
-@contextlib.contextmanager
-def cgroup(name: str, limit: int) -> Iterator[Path]:
-    """A memory cgroup of so many bytes; raises Missing where none can be made."""
-    group = CGROUP / f"overspill-bench-{os.getpid()}-{name}"
-    try:
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(limit))
-    except OSError as error:
-        raise Missing(f"no memory cgroup can be made here (root and cgroup v1 are needed): {error}") from None
-    try:
-        yield group
-    finally:
-        group.rmdir()
 
 
 def not_cached(path: Path) -> None:

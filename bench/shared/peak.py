@@ -14,9 +14,11 @@ def _status_bytes(key: str) -> int:
 
 @contextlib.contextmanager
 def growth() -> Iterator[dict[str, int]]:
-    """Fills in `bytes`: most resident bytes during the `with`, above those at its start."""
+    """Fills in `peak`, the most resident bytes during the `with`, and `bytes`, what of it is above those at its
+    start."""
     found: dict[str, int] = {}
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = _status_bytes("VmRSS")
     yield found
-    found["bytes"] = _status_bytes("VmHWM") - before
+    found["peak"] = _status_bytes("VmHWM")
+    found["bytes"] = found["peak"] - before

@@ -64,6 +64,8 @@ class ModuleHooks:
             self._look_at(module)
         if not owner.calls and (torch.compiler.is_exporting() or torch._C._get_tracing_state()):
             _refuse_tracing(owner)
+        if owner.watch is not None and type(module) is nn.Linear:
+            owner.watch.before(module, args)
         with DisableTorchFunction():
             stack = here.stack
             call = Call(stack, sys._getframe(1), owner, module)

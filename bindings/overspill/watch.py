@@ -7,8 +7,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
-from . import heap
+from . import heap, logits
 from ._core import BudgetError
 from .config import Config
 from .memory import human, rss_bytes
@@ -38,11 +39,24 @@ class Watch:
             self._since = 0
             self.look(f"forward, in {type(module).__name__}")
 
-    def look(self, where: str) -> None:
-        """Raises BudgetError where the process has, or would have with the next tensors, more than it may take."""
-        ahead = max(
-            self._every, 2 * self._largest
-        )  # a result of the next function, and what it needs meanwhile
+    def before(self, module: nn.Linear, arguments: Any) -> None:
+        """Called before a linear layer, whose result may be far larger than all before it: the logits of a vocabulary,
+        whose loss makes two more of that size. Raises BudgetError."""
+        given = arguments[0] if arguments else None
+        if not isinstance(given, torch.Tensor) or isinstance(module.__dict__.get("forward"), logits.Layer):
+            return
+        result = given.numel() // max(1, module.in_features) * module.out_features * given.itemsize
+        if result > self._every:
+            self.look(
+                f"forward, before a Linear whose result takes {human(result)}",
+                result * (3 if module.out_features > 4 * module.in_features else 1),
+            )
+
+    def look(self, where: str, ahead: int = 0) -> None:
+        """Raises BudgetError where the process has, or would have with the next tensors, more than it may take.
+        `ahead`: what they are known to take."""
+        # A result of the next function, and what it needs meanwhile.
+        ahead = max(ahead, self._every, 2 * self._largest)
         if rss_bytes() + ahead <= self.limit:
             return
         heap.give_back()

@@ -39,6 +39,17 @@ def test_what_the_message_says_would_do_does(way, tmp_path):
     assert of_run(folder=str(tmp_path), left=330)["error"] is not None
 
 
+def test_logits_are_seen_before_they_are_there(tmp_path):
+    """They and their loss take three times 256 MiB, and all before them 192 MiB."""
+    said = of_run(folder=str(tmp_path), left=700, head=8192)
+    assert (
+        "before a Linear whose result takes 256.0 MiB" in said["error"] and "budget.logits" in said["error"]
+    )
+    assert said["peak"] <= said["limit"]
+    said = of_run(folder=str(tmp_path), left=700, head=8192, logits="16MiB")
+    assert said["error"] is None and said["peak"] <= said["limit"]
+
+
 def test_half_of_what_is_left_is_the_engines(config, tmp_path):
     limit = memory.rss_bytes() + (1 << 30)
     said = config()

@@ -13,7 +13,15 @@ from overspill import memory
 WIDTH, ROWS = 1024, 8192  # an activation takes 32 MiB
 
 
-def main(folder: str, left: int, recompute: str = "none", activations: str | None = None) -> dict:
+def main(
+    folder: str,
+    left: int,
+    recompute: str = "none",
+    activations: str | None = None,
+    head: int = 0,
+    logits: str | None = None,
+) -> dict:
+    """`head`: rows of a linear layer at the end, frozen as all others, whose loss is cross entropy."""
     torch.set_num_threads(1)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(12)]
     blocks = (
@@ -21,27 +29,41 @@ def main(folder: str, left: int, recompute: str = "none", activations: str | Non
         for i in (0, 3, 6, 9)
     )
     model = nn.Sequential(*blocks)
+    if head:
+        model = nn.Sequential(model[0], model[1], nn.Linear(WIDTH, head))
     for p in model.parameters():
         p.requires_grad_(p.dim() == 1)  # biases alone: nothing else grows
     x = torch.randn(ROWS, WIDTH)
     limit = memory.rss_bytes() + (left << 20) + (96 << 20)
     settings = {
-        "budget": {"process": limit, "host": "96MiB", "nvme": [folder], "activations": activations},
+        "budget": {
+            "process": limit,
+            "host": "96MiB",
+            "nvme": [folder],
+            "activations": activations,
+            "logits": logits,
+        },
         "optimizer": {"type": "SGD", "lr": 1e-3},
         "engine": {"recompute": recompute},
     }
+
+    def loss_of(y):
+        if head:
+            return nn.functional.cross_entropy(y, torch.zeros(len(y), dtype=torch.int64))
+        return y[:64].square().mean()
+
     engine, *_ = overspill.initialize(model, settings)
     memory.reset_peak_rss()
     found = {"limit": limit, "error": None, "after": None}
     try:
         for _ in range(2):
-            engine.backward(engine(x)[:64].square().mean())
+            engine.backward(loss_of(engine(x)))
             engine.step()
     except overspill.BudgetError as error:
         found["error"] = str(error)
     found["peak"] = memory.peak_rss_bytes()
     engine.zero_grad()
-    loss = engine(x[:64]).square().mean()
+    loss = loss_of(engine(x[:64]))
     engine.backward(loss)
     engine.step()
     found["after"] = loss.item()
