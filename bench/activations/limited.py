@@ -99,11 +99,10 @@ class Bench:
         command = [sys.executable, str(HERE / "contender.py"), job]
         child = Child(inside(group, command), log=self.folder / f"{name}.log")
         try:
-            if self.config(name) is not None:
-                child.ask(do="turn", steps=FIRST)
-            else:
-                child.ask(do="turn", steps=1)
-            return child.ask(do="turn", steps=self.args.steps) | {"parameters": child.hello["parameters"]}
+            first = child.ask(do="turn", steps=FIRST if self.config(name) is not None else 1)
+            last = child.ask(do="turn", steps=self.args.steps)
+            peaks = (first["peak_bytes"], last["peak_bytes"])
+            return last | {"parameters": child.hello["parameters"], "peak_bytes": max(peaks)}
         finally:
             child.close()
 

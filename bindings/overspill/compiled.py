@@ -12,6 +12,7 @@ its own, DTensors."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import types
@@ -261,11 +262,15 @@ def _holders(module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:
 
 def _refers_to(value: Any, parts: list[nn.Module]) -> bool:
     """A method of a module of the block would run that module, and not its twin."""
+    if isinstance(value, functools.partial):
+        return _refers_to(value.func, parts)
     if isinstance(value, types.MethodType):
         return any(value.__self__ is part for part in parts)
-    if type(value) in (list, tuple, set):
-        return any(each is part for each in value for part in parts)
-    return False
+    if isinstance(value, dict):
+        return any(_refers_to(each, parts) for each in value.values())
+    if isinstance(value, (list, tuple, set)):
+        return any(_refers_to(each, parts) for each in value)
+    return any(value is part for part in parts)
 
 
 def _is_engines(hook: Any) -> bool:

@@ -64,7 +64,7 @@ class ModuleHooks:
             self._look_at(module)
         if not owner.calls and (torch.compiler.is_exporting() or torch._C._get_tracing_state()):
             _refuse_tracing(owner)
-        if owner.watch is not None and type(module) is nn.Linear:
+        if owner.watch is not None and type(module) is nn.Linear and not in_backward():
             owner.watch.before(module, args)
         with DisableTorchFunction():
             stack = here.stack
@@ -322,6 +322,8 @@ def attach(
     blocks: dict[nn.Module, list[Unit]] = {}
     alike: dict[Any, dict] = {}
     tiled = logits.layers_of(model) if logits_bytes else {}
+    if owner.watch is not None:
+        owner.watch.heads = frozenset(map(id, logits.layers_of(model)))
     if logits_bytes:
         owner.tiled = logits.said(model, tiled, logits_bytes)
     for spec, unit in zip(specs, owner.units, strict=True):

@@ -162,7 +162,8 @@ def _segments(module: nn.Linear) -> list[Segment]:
 
 class Logits(torch.Tensor):
     """linear(hidden, weight, bias), then `changes`. Its own memory is one number. `root` and `path`: which other one
-    this is a view of, and how; what becomes of the root's whole is seen here. Once it was whole, it stays so."""
+    this is a view of, and how; what becomes of the root's whole is seen here. `form`: of the same shape and strides, on
+    the meta device, whose storage views share."""
 
     _source: _Source
     _hidden: torch.Tensor
@@ -171,7 +172,7 @@ class Logits(torch.Tensor):
     _modes: Modes
     _root: Logits | None
     _path: tuple[Change, ...]
-    _dense: bool
+    _form: torch.Tensor
     _whole: torch.Tensor | None
 
     @staticmethod
@@ -183,7 +184,7 @@ class Logits(torch.Tensor):
         modes: Modes,
         root: Logits | None = None,
         path: tuple[Change, ...] = (),
-        dense: bool = True,
+        form: torch.Tensor | None = None,
     ) -> Logits:
         module = source.layer.module()
         assert module is not None
@@ -198,7 +199,8 @@ class Logits(torch.Tensor):
                 made.register_hook(functools.partial(_refuse_gradient, source.layer.name))
         made._source, made._hidden, made._changes, made._modes = source, hidden, changes, modes
         made._stamp = None if hidden.is_inference() else hidden._version
-        made._root, made._path, made._dense, made._whole = root, path, dense, None
+        made._root, made._path, made._whole = root, path, None
+        made._form = torch.empty(blank.shape, device="meta") if form is None else form
         return made
 
     @classmethod
@@ -210,7 +212,7 @@ class Logits(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is torch.Tensor.is_contiguous:
-            return args[0]._dense
+            return args[0]._form.is_contiguous(*args[1:], **kwargs)
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, Logits) and not first._is_whole():
             made = _lazily(first, func, args[1:] if args else (), kwargs)
@@ -223,15 +225,11 @@ class Logits(torch.Tensor):
                 "dict: give them by themselves, or leave budget.logits out"
             )
         for each in found:
-            if not each._is_whole() and 4 * each._count() > each._source.layer.limit:
+            needed = each._top() if _stays(func, kwargs) else each
+            if not needed._is_whole() and 4 * needed._form.numel() > each._source.layer.limit:
                 each._source.layer.tell(func)
-            if _writes(func, kwargs):
-                each._top().whole()
+            needed.whole()
         return func(*_wholes(args), **_wholes(kwargs))
-
-    def _count(self) -> int:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.numel()
 
     def _top(self) -> Logits:
         return self if self._root is None else self._root
@@ -240,18 +238,18 @@ class Logits(torch.Tensor):
         return self._whole is not None or self._top()._whole is not None
 
     def whole(self) -> torch.Tensor:
+        top = self._top()
+        if top is not self and top._whole is not None:
+            made = top._whole
+            for function, args, kwargs in self._path:
+                made = function(made, *args, **kwargs)
+            return made
         if self._whole is None:
-            top = self._top()
-            if top._whole is not None:
-                made = top._whole
-                for function, args, kwargs in self._path:
+            hidden = self._checked()
+            with torch.set_grad_enabled(self._modes.gradients), self._modes.again():
+                made = self._source.with_weights(lambda m: functional.linear(hidden, m.weight, m.bias))
+                for function, args, kwargs in self._changes:
                     made = function(made, *args, **kwargs)
-            else:
-                hidden = self._checked()
-                with torch.set_grad_enabled(self._modes.gradients), self._modes.again():
-                    made = self._source.with_weights(lambda m: functional.linear(hidden, m.weight, m.bias))
-                    for function, args, kwargs in self._changes:
-                        made = function(made, *args, **kwargs)
             self._whole = made
         return self._whole
 
@@ -287,10 +285,18 @@ def _name(func: Any) -> str:
     return getattr(func, "__name__", str(func))
 
 
-def _writes(func: Callable, kwargs: dict) -> bool:
-    """Whether a function may change logits in place, or stays with them."""
+_VIEWS = frozenset(
+    "__get__ as_strided chunk detach diagonal expand expand_as movedim moveaxis narrow numpy permute select split "
+    "split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind unflatten unfold unsqueeze view "
+    "view_as __getitem__ __setitem__ __set__ retain_grad register_hook requires_grad_".split()
+)
+
+
+def _stays(func: Callable, kwargs: dict) -> bool:
+    """Whether a function may write into logits, returns views of them, or stays with them: the one of which they are a
+    view has to be there then."""
     name = _name(func)
-    if name in ("__setitem__", "__set__", "retain_grad", "register_hook", "set_") or "out" in kwargs:
+    if name in _VIEWS or "out" in kwargs or kwargs.get("inplace"):
         return True
     return name.startswith("__i") if name.startswith("__") else name.endswith("_")
 
@@ -304,7 +310,7 @@ def _lazily(logits: Logits, func: Callable, rest: tuple, kwargs: dict) -> Any:
     if func is functional.cross_entropy:
         return _cross_entropy(logits, *rest, **{k: v for k, v in kwargs.items() if k != "input"})
     if func is torch.Tensor.contiguous:
-        return None if rest or kwargs else logits if logits._dense else _copy(logits)
+        return None if rest or kwargs else logits if logits._form.is_contiguous() else _copy(logits)
     if func in _RESHAPES:
         return _reshaped(logits, func, rest, kwargs)
     if func is torch.Tensor.__getitem__ and not kwargs:
@@ -320,9 +326,14 @@ def _copy(logits: Logits, changes: tuple[Change, ...] = ()) -> Logits:
     return Logits(logits._source, hidden, (*logits._changes, *changes), logits._modes)
 
 
-def _view(logits: Logits, hidden: torch.Tensor, step: Change, dense: bool) -> Logits:
+def _view(logits: Logits, hidden: torch.Tensor, step: Change) -> Logits:
+    """A view, or a copy, where torch would make one."""
+    function, args, kwargs = step
+    form = function(logits._form, *args, **kwargs)
+    if form.untyped_storage()._cdata != logits._form.untyped_storage()._cdata:
+        return Logits(logits._source, hidden, logits._changes, logits._modes)
     path = (*logits._path, step)
-    return Logits(logits._source, hidden, logits._changes, logits._modes, logits._top(), path, dense)
+    return Logits(logits._source, hidden, logits._changes, logits._modes, logits._top(), path, form)
 
 
 def _changed(logits: Logits, func: Callable, rest: tuple, kwargs: dict) -> Logits | None:
@@ -340,14 +351,11 @@ def _reshaped(logits: Logits, func: Callable, rest: tuple, kwargs: dict) -> Logi
     """None where the last dimension is no longer the logits of one token."""
     if any(isinstance(each, torch.dtype) for each in (*rest, *kwargs.values())):
         return None
-    shape = func(torch.empty(logits.shape, device="meta"), *rest, **kwargs).shape
-    if not shape or shape[-1] != logits.shape[-1]:
+    shape = func(logits._form, *rest, **kwargs).shape
+    if not shape or shape[-1] != logits._form.shape[-1]:
         return None
     hidden = logits._checked()
-    hidden = hidden.reshape(*shape[:-1], hidden.shape[-1])
-    if not logits._dense and func is not torch.Tensor.view:  # a copy in torch, mostly
-        return Logits(logits._source, hidden, logits._changes, logits._modes)
-    return _view(logits, hidden, (func, rest, kwargs), True)
+    return _view(logits, hidden.reshape(*shape[:-1], hidden.shape[-1]), (func, rest, kwargs))
 
 
 def _rows(logits: Logits, index: Any) -> Logits | None:
@@ -366,7 +374,7 @@ def _rows(logits: Logits, index: Any) -> Logits | None:
     if full[-1] not in (slice(None), slice(None, None, 1), slice(0, None)):
         return None
     hidden = logits._checked()[full[:-1]]
-    return _view(logits, hidden, (torch.Tensor.__getitem__, (index,), {}), False)
+    return _view(logits, hidden, (torch.Tensor.__getitem__, (index,), {}))
 
 
 def _cross_entropy(

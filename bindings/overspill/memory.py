@@ -55,6 +55,11 @@ def rss_bytes() -> int:
     return _status_bytes("VmRSS")
 
 
+def own_bytes() -> int:
+    """Resident bytes now, but for those of files, which the kernel can take back."""
+    return _status_bytes("RssAnon") + _status_bytes("RssShmem")
+
+
 def left_of(limit: int) -> int:
     """Of `limit` bytes for the whole process, what is left beside what it holds already: its resident bytes but for
     those of files, which the kernel can take back. At least 0."""

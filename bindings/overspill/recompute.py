@@ -85,18 +85,24 @@ def check_parts(model: nn.Module, group: Any) -> None:
     """Raises ConfigError where no layer is divided among the ranks of a group, RankError where they have other blocks
     than one another: as stages of a pipeline, which with engine.partition_activations would wait for one another for
     ever. Collective."""
-    if not any(is_divided(p) for p in model.parameters()):
-        raise ConfigError(
-            f"config: engine.partition_activations = true: {type(model).__name__} has no DTensors, so no layer is "
-            "divided among the ranks of model_group, and they have no input in common: leave it out, or divide layers "
-            "by torch's parallelize_module (docs/torchrun.md)"
-        )
     kinds: dict[Any, int] = {}  # of each the first call is not computed again
     blocks = blocks_of(model, is_part=True)
     found = [f"{name} {kinds.setdefault(look(block), len(kinds))}" for block, name in blocks.items()]
     found += [name for name, _ in model.named_parameters()]
     digest = zlib.crc32("\n".join(found).encode())
-    group.check_alike({"engine.partition_activations: the names of blocks and parameters (a digest)": digest})
+    has_divided = any(is_divided(p) for p in model.parameters())
+    group.check_alike(
+        {
+            "engine.partition_activations: whether the model has DTensors": has_divided,
+            "engine.partition_activations: the names of blocks and parameters (a digest)": digest,
+        }
+    )
+    if not has_divided:
+        raise ConfigError(
+            f"config: engine.partition_activations = true: {type(model).__name__} has no DTensors, so no layer is "
+            "divided among the ranks of model_group, and they have no input in common: leave it out, or divide layers "
+            "by torch's parallelize_module (docs/torchrun.md)"
+        )
 
 
 def _in_order(model: nn.Module) -> list[Block]:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import heap, logits
 from ._core import BudgetError
 from .config import Config
-from .memory import human, rss_bytes
+from .divided import memory_of
+from .memory import human, own_bytes
 
 _MOST_BETWEEN = 32 << 20  # bytes saved between two looks
 
@@ -25,42 +27,56 @@ class Watch:
         self.limit: int = config.budget.process
         self._config = config
         self._every = min(_MOST_BETWEEN, max(1, self.limit // 64))
+        self.heads: frozenset[int] = frozenset()  # ids of linear layers outside the model's blocks
         self._saved = self._since = self._largest = 0  # bytes since the pass began, and since the last look
+        self._seen: dict[int, StorageWeakRef] = {}  # storages that this pass has saved
 
     def begin_pass(self) -> None:
         self._saved = self._since = self._largest = 0
+        self._seen.clear()
 
     def saved(self, tensor: torch.Tensor, module: Any) -> None:
         """Called for a tensor that autograd keeps in torch's memory. Raises BudgetError."""
-        self._saved += tensor.nbytes
-        self._since += tensor.nbytes
-        self._largest = max(self._largest, tensor.nbytes)
+        memory = memory_of(tensor)
+        if memory.layout is torch.strided:
+            storage = memory.untyped_storage()
+            seen = self._seen.get(storage._cdata)
+            if seen is not None and not seen.expired():
+                return
+            self._seen[storage._cdata] = StorageWeakRef(storage)
+            size = min(memory.nbytes, storage.nbytes())
+        else:
+            size = memory.nbytes
+        self._saved += size
+        self._since += size
+        self._largest = max(self._largest, size)
         if self._since >= self._every:
             self._since = 0
             self.look(f"forward, in {type(module).__name__}")
 
     def before(self, module: nn.Linear, arguments: Any) -> None:
         """Called before a linear layer, whose result may be far larger than all before it: the logits of a vocabulary,
-        whose loss makes two more of that size. Raises BudgetError."""
+        whose loss makes two more in fp32. Raises BudgetError."""
         given = arguments[0] if arguments else None
         if not isinstance(given, torch.Tensor) or isinstance(module.__dict__.get("forward"), logits.Layer):
             return
-        result = given.numel() // max(1, module.in_features) * module.out_features * given.itemsize
+        kind = given.device.type
+        width = (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else given.dtype).itemsize
+        elements = given.numel() // max(1, module.in_features) * module.out_features
+        result = elements * width
         if result > self._every:
-            self.look(
-                f"forward, before a Linear whose result takes {human(result)}",
-                result * (3 if module.out_features > 4 * module.in_features else 1),
-            )
+            loss = 2 * 4 * elements if torch.is_grad_enabled() and id(module) in self.heads else 0
+            self.look(f"forward, before a Linear whose result takes {human(result)}", result + loss)
 
     def look(self, where: str, ahead: int = 0) -> None:
         """Raises BudgetError where the process has, or would have with the next tensors, more than it may take.
         `ahead`: what they are known to take."""
         # A result of the next function, and what it needs meanwhile.
         ahead = max(ahead, self._every, 2 * self._largest)
-        if rss_bytes() + ahead <= self.limit:
+        if own_bytes() + ahead <= self.limit:
             return
         heap.give_back()
-        now = rss_bytes()
+        now = own_bytes()
         if now + ahead > self.limit:
             raise BudgetError(self._text(now, where))
 

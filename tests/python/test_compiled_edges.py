@@ -1,5 +1,6 @@
 """engine.compile: blocks and scripts of many kinds train as without it, or are told."""
 
+import functools
 import gc
 import warnings
 import weakref
@@ -91,19 +92,21 @@ def test_a_forward_that_is_replaced_after_the_first_call_is_called(config):
     engine.close()
 
 
-def test_attributes_that_hold_methods_of_the_block_are_told(run):
+@pytest.mark.parametrize("hold", [lambda m: m, lambda m: [m], lambda m: {"m": functools.partial(m)}])
+def test_attributes_that_hold_methods_of_the_block_are_told(hold, run):
     class Bound(Layer):
         def __init__(self, number=0):
             super().__init__(number)
             self.count = 0
-            self.run = self.own
+            self.run = hold(self.own)
 
         def own(self, x):
             self.count += 1
             return super().forward(x)
 
         def forward(self, x):
-            return self.run(x)
+            run = self.run[0] if isinstance(self.run, list) else self.run
+            return (run["m"] if isinstance(run, dict) else run)(x)
 
     models = [made(Bound) for _ in range(2)]
     with pytest.warns(UserWarning, match="an attribute that holds a method"):

@@ -92,12 +92,18 @@ def test_changes_in_place_are_seen_by_views_and_not_by_copies(config):
             warnings.simplefilter("ignore")
             y = engine(ids_of(0))
             flat, some, copied = y.view(-1, VOCABULARY), y[:, 1:3], y[:, 1:3].contiguous()
-            twice, same_one = y * 2, y.float()
+            twice, same_one, last = y * 2, y.float(), y[:, -1].unsqueeze(1)
+            flat.argmax(-1), some.argmax(-1)  # whole before the others
             y[..., 5] = -9.0
             flat[0].zero_()
             some[..., 7].fill_(3.0)
             copied /= 2
-            found.append([each.clone() + 0 for each in (y, flat, some, copied, twice, same_one)])
+            flat.select(1, 9).fill_(4.0)
+            flat.detach()[:, 11] = 5.0
+            some.data[..., 12] = 6.0
+            last.zero_()
+            F.relu(some, inplace=True)
+            found.append([each.clone() + 0 for each in (y, flat, some, copied, twice, same_one, last)])
         engine.close()
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
@@ -111,6 +117,7 @@ def test_retained_gradients(config):
             warnings.simplefilter("ignore")
             y = engine(ids_of(0))
             flat = y.view(-1, VOCABULARY)
+            flat.argmax(-1)
             y.retain_grad()
             engine.backward(F.cross_entropy(flat, ids_of(0).flatten()))
             found.append(y.grad.clone())

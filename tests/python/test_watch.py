@@ -4,10 +4,11 @@ import json
 
 import launch
 import pytest
+import torch
 from torch import nn
 
 import overspill
-from overspill import memory
+from overspill import memory, watch
 
 MIB = 1 << 20
 
@@ -51,12 +52,12 @@ def test_logits_are_seen_before_they_are_there(tmp_path):
 
 
 def test_half_of_what_is_left_is_the_engines(config, tmp_path):
-    limit = memory.rss_bytes() + (1 << 30)
+    limit = memory.own_bytes() + (1 << 30)
     said = config()
     said["budget"] = {"process": limit}
     engine, *_ = overspill.initialize(nn.Linear(4, 4), said)
-    assert engine.config.budget.host == pytest.approx((limit - memory.rss_bytes()) / 2, rel=0.3)
-    assert engine.memory["budget_bytes"] == limit and engine.memory["resident_bytes"] < limit
+    assert engine.config.budget.host == pytest.approx((limit - memory.own_bytes()) / 2, rel=0.3)
+    assert engine.memory["budget_bytes"] == limit and engine.memory["resident_bytes"] > 0
     engine.close()
 
 
@@ -70,3 +71,20 @@ def test_a_process_that_has_no_room_beside_the_engine_is_refused(config):
     said["budget"] |= {"process": "much"}
     with pytest.raises(overspill.ConfigError, match=r"budget\.process = 'much'"):
         overspill.initialize(nn.Linear(4, 4), said)
+
+
+def test_a_process_that_has_taken_it_all_already_is_told(config):
+    said = config()
+    said["budget"] = {"process": "8MiB"}
+    with pytest.raises(
+        overspill.ConfigError, match=r"the process has .* already, and nothing is left of 8\.0 MiB"
+    ):
+        overspill.initialize(nn.Linear(4, 4), said)
+
+
+def test_memory_that_is_saved_twice_counts_once():
+    watching = watch.Watch(overspill.Config(budget={"process": "1TiB", "host": "1GiB"}))
+    whole = torch.ones(1 << 20)
+    for tensor in (whole, whole[: 1 << 19], whole.view(1024, 1024), torch.ones(1).expand(1 << 30)):
+        watching.saved(tensor, nn.Linear(1, 1))
+    assert watching._saved == (4 << 20) + 4

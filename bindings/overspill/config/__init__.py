@@ -108,7 +108,13 @@ class Budget(Section):
             limit = parse_size(given["process"])
         except (TypeError, ValueError):
             return given  # the field's own error
-        return given | {"host": memory.left_of(limit) // 2}
+        left = memory.left_of(limit)
+        if left == 0:
+            raise ValueError(
+                f"process: the process has {memory.human(memory.own_bytes())} already, and nothing is left of "
+                f"{memory.human(limit)}: give more, or build the model inside overspill.Init"
+            )
+        return given | {"host": left // 2}
 
 
 def _schedule(name: str) -> str:
