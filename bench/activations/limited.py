@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bindings"))
 
 import gpt
 from cgroups import Missing, cgroup, inside, peak_bytes
-from turns import Child, Failed, in_turn, machine
+from turns import Child, Failed, in_turn, machine, tell
 
 HERE = Path(__file__).resolve().parent
 CHARGED = 64 << 20  # of a cgroup's limit: what the kernel charges beside a process's own pages
@@ -187,9 +187,7 @@ def main() -> int:
         return 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    for key, value in result.items():
-        print(f"  {key:<34} {value:,}" if isinstance(value, int) else f"  {key:<34} {value}")
-    print("RESULT " + json.dumps(result))
+    tell(result)
     return 0
 
 

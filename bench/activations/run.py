@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "step"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bindings"))
 
 import gpt
-from turns import Child, in_turn, machine, quartiles
+from turns import Child, in_turn, machine, quartiles, tell
 
 HERE = Path(__file__).resolve().parent
 
@@ -140,9 +140,7 @@ def main() -> int:
     result["moved_waited_seconds"] = last["moved"]["waited"]
     result["chosen_blocks"] = last["chosen"]["again"]
     result["losses_equal"] = len({tuple(each["losses"]) for each in last.values()}) == 1
-    for key, value in result.items():
-        print(f"  {key:<42} {value:,}" if isinstance(value, int) else f"  {key:<42} {value}")
-    print("RESULT " + json.dumps(result))
+    tell(result)
     return 0
 
 

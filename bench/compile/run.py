@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 
-from turns import Child, in_turn, machine, quartiles
+from turns import Child, in_turn, machine, quartiles, tell
 
 HERE = Path(__file__).resolve().parent
 MODELS = ("llama", "gpt2", "vit")
@@ -112,9 +112,7 @@ def main() -> int:
             result |= of_model(name, args, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    for key, value in result.items():
-        print(f"  {key:<46} {value:,}" if isinstance(value, int) else f"  {key:<46} {value}")
-    print("RESULT " + json.dumps(result))
+    tell(result)
     return 0
 
 

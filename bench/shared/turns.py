@@ -165,6 +165,14 @@ def quartiles(values: list[float]) -> list[float]:
     return values * 3 if len(values) == 1 else statistics.quantiles(values, n=4, method="inclusive")
 
 
+def tell(result: dict[str, Any]) -> None:
+    """A line for each figure, and the last line, RESULT {json}."""
+    width = max(map(len, result))
+    for key, value in result.items():
+        print(f"  {key:<{width}} {value:,}" if isinstance(value, int) else f"  {key:<{width}} {value}")
+    print("RESULT " + json.dumps(result))
+
+
 def machine() -> str:
     """Processor, cores, kernel."""
     names = [

@@ -37,6 +37,13 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_traced() -> bool:
+    """Whether torch.compile, a tracer or one of torch.func's transforms looks at what runs."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    return torch._C._functorch.maybe_current_level() is not None
+
+
 def opaque(function: Callable) -> Callable:
     """Makes torch.compile run the function, and all that it calls, as it is. If traced, its effects on the engine would
     happen only once, while compiling. Unlike torch.compiler.disable it imports no compiler and adds no frame."""

@@ -13,7 +13,6 @@ its own, DTensors."""
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import types
 import warnings
@@ -27,9 +26,10 @@ from torch import nn
 from torch.utils import _pytree
 
 from . import given, recompute
-from .calls import here
+from .calls import here, is_traced
 from .divided import is_divided
 from .guard import guard
+from .instead import Instead
 
 BACKEND = "inductor"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -145,14 +145,12 @@ def _backend_of(region: Region) -> Callable:
     return backend
 
 
-class Block:
-    """Stands in a block's `__dict__` for its forward."""
+class Block(Instead):
+    """Its forward is the region's, where that can be."""
 
     def __init__(self, name: str, module: nn.Module, compiler: Compiler, region: Region):
-        self.name, self.compiler, self.region = name, compiler, region
-        self.module = weakref.ref(module)
-        self.replaced = module.__dict__.get("forward")  # by the script, before
-        self.__signature__ = inspect.signature(module.forward)
+        super().__init__(name, module)
+        self.compiler, self.region = compiler, region
         self._parts = [weakref.ref(part) for part in module.modules()]
         self._kind = f"a block of class {type(module).__name__}"
         self._looked_at: list[Any] | None = None  # what `_inside` was said of
@@ -163,9 +161,9 @@ class Block:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module()
         assert module is not None
-        plain = self.replaced or types.MethodType(type(module).forward, module)
+        plain = self.forward(module)
         self.compiled = False
-        if self.again is False or _is_traced() or here.is_on_copies():
+        if self.again is False or is_traced() or here.is_on_copies():
             return plain(*args, **kwargs)
         parts = list(module.modules())
         why = None if self.again else self.region.given_up or self._inside(parts) or self._of(args, kwargs)
@@ -281,12 +279,6 @@ def _failures() -> tuple[type[Exception], ...]:
     from torch._dynamo import exc
 
     return (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
-
-
-def _is_traced() -> bool:
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return True
-    return torch._C._functorch.maybe_current_level() is not None
 
 
 class _Caller(nn.Module):

@@ -30,6 +30,7 @@ from . import (
 from .calls import Call, books, here, in_backward, opaque
 from .divided import is_sharded
 from .guard import guard, units_of
+from .instead import Instead
 from .memory import human
 from .residency import Residency
 from .segments import Segment, Unit, registry
@@ -268,7 +269,7 @@ def without_hooks(state: dict) -> dict:
 
 def _take_out_block(state: dict) -> None:
     """The module's forward is what it was."""
-    while isinstance(block := state.get("forward"), (recompute.Block, compiled.Block, logits.Layer)):
+    while isinstance(block := state.get("forward"), Instead):
         del state["forward"]
         if block.replaced is not None:
             state["forward"] = block.replaced
@@ -321,9 +322,10 @@ def attach(
     of their weights at once. `logits_bytes`: above which logits are made in tiles; 0: never."""
     blocks: dict[nn.Module, list[Unit]] = {}
     alike: dict[Any, dict] = {}
-    tiled = logits.layers_of(model) if logits_bytes else {}
+    heads = logits.layers_of(model) if logits_bytes or owner.watch is not None else {}
+    tiled = heads if logits_bytes else {}
     if owner.watch is not None:
-        owner.watch.heads = frozenset(map(id, logits.layers_of(model)))
+        owner.watch.heads = frozenset(map(id, heads))
     if logits_bytes:
         owner.tiled = logits.said(model, tiled, logits_bytes)
     for spec, unit in zip(specs, owner.units, strict=True):

@@ -10,10 +10,7 @@ whole, and a warning says so once."""
 from __future__ import annotations
 
 import functools
-import inspect
-import types
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,22 +20,22 @@ from torch.nn import functional
 from torch.utils import _pytree
 
 from . import given, recompute, released
-from .calls import here
+from .calls import here, is_traced
 from .divided import is_divided
 from .guard import guard, touch, units_of
+from .instead import Instead
 from .memory import human
 from .segments import Segment, registry
 from .tiles import Change, Job, Losses, Modes
 
 _RESHAPES = {torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten, torch.flatten, torch.reshape,
              torch.Tensor.unsqueeze, torch.unsqueeze, torch.Tensor.squeeze, torch.squeeze}  # fmt: skip
-_CHANGES = {
-    torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double, torch.Tensor.to,
-    torch.Tensor.mul, torch.Tensor.div, torch.Tensor.__mul__, torch.Tensor.__rmul__, torch.Tensor.__truediv__,
-    torch.mul, torch.div, torch.Tensor.tanh, torch.tanh,
-}  # fmt: skip
 _CASTS = {
     torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.double, torch.Tensor.to,
+}  # fmt: skip
+_CHANGES = _CASTS | {
+    torch.Tensor.mul, torch.Tensor.div, torch.Tensor.__mul__, torch.Tensor.__rmul__, torch.Tensor.__truediv__,
+    torch.mul, torch.div, torch.Tensor.tanh, torch.tanh,
 }  # fmt: skip
 _LOOKS = {
     torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.nelement, torch.Tensor.ndimension,
@@ -51,14 +48,12 @@ _LOOKS = {
 }  # fmt: skip
 
 
-class Layer:
-    """Stands in a linear layer's `__dict__` for its forward. `limit`: bytes of logits in fp32."""
+class Layer(Instead):
+    """Of a linear layer. `limit`: bytes of logits in fp32."""
 
     def __init__(self, name: str, module: nn.Linear, owner: Any, limit: int):
-        self.name, self.owner, self.limit = name, owner, limit
-        self.module = weakref.ref(module)
-        self.replaced = module.__dict__.get("forward")
-        self.__signature__ = inspect.signature(module.forward)
+        super().__init__(name, module)
+        self.owner, self.limit = owner, limit
         self.told = False
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
@@ -67,16 +62,14 @@ class Layer:
         rows = input.numel() // max(1, module.in_features)
         applies = self.replaced is None and type(module) is nn.Linear and type(input) is torch.Tensor
         if not applies or 4 * rows * module.out_features <= self.limit or self._stands_aside(module):
-            return (self.replaced or types.MethodType(type(module).forward, module))(input)
+            return self.forward(module)(input)
         return Logits(_Source.of(self, module), input, (), Modes.now(input.device))
 
     def _stands_aside(self, module: nn.Linear) -> bool:
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-            return True
-        if torch._C._functorch.maybe_current_level() is not None:
+        if is_traced() or here.is_on_copies():
             return True
         mine = (p for p in (module.weight, module.bias) if p is not None)
-        return here.is_on_copies() or any(id(p) not in registry or is_divided(p) for p in mine)
+        return any(id(p) not in registry or is_divided(p) for p in mine)
 
     def tokens(self) -> int:
         """How many a tile has."""
@@ -90,12 +83,10 @@ class Layer:
             with_these = ""
             instead = "Only torch.nn.functional.cross_entropy does without whole logits (docs/activations.md#logits)"
             if function is functional.cross_entropy:
-                with_these, instead = (
-                    " with these arguments",
-                    (
-                        "Give it classes (int64) as targets, logits of shape [tokens, vocabulary], and no weight=, "
-                        "size_average= or reduce="
-                    ),
+                with_these = " with these arguments"
+                instead = (
+                    "Give it classes (int64) as targets, logits of shape [tokens, vocabulary], and no weight=, "
+                    "size_average= or reduce="
                 )
             warnings.warn(
                 f"overspill: budget.logits: {name}{with_these} takes the logits of {self.name} whole, so the engine "

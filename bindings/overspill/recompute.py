@@ -15,7 +15,6 @@ had. What it computes is the same to the bit, if it is a function of its argumen
 
 from __future__ import annotations
 
-import inspect
 import types
 import warnings
 import weakref
@@ -35,6 +34,7 @@ from .calls import here, in_backward
 from .config.section import ConfigError
 from .divided import is_divided
 from .draws import Draws
+from .instead import Instead
 from .recompute_plan import Planner
 from .segments import registry
 
@@ -145,8 +145,8 @@ def _is_block(module: nn.Module) -> bool:
     return "_orig_mod" not in module._modules and next(module.children(), None) is not None  # compiled
 
 
-class Block:
-    """Stands in a block's `__dict__` for its forward. `begin` and `end`: the engine's hooks around a call of the module
+class Block(Instead):
+    """`begin` and `end`: the engine's hooks around a call of the module
     (hooks.py), which a call in backward needs, too; hooks of the script's run in forward alone. `changes`: whether a
     call changes buffers or weights, by `training` of all its modules; of all blocks that are alike."""
 
@@ -159,10 +159,8 @@ class Block:
         end: Callable,
         changes: dict[Modes, bool],
     ):
-        self.name, self.owner, self.begin, self.end, self.changes = name, owner, begin, end, changes
-        self.module = weakref.ref(module)
-        self.replaced = module.__dict__.get("forward")  # by the script, before
-        self.__signature__ = inspect.signature(module.forward)
+        super().__init__(name, module)
+        self.owner, self.begin, self.end, self.changes = owner, begin, end, changes
         self.chosen = True  # to be computed again
         self.calls_again = 0
         self.units = list({id(u): u for p in module.parameters() if (u := _unit_of(p)) is not None}.values())
@@ -227,9 +225,6 @@ class Block:
         with DisableTorchFunction():
             of_units = [(unit.core.generation(unit.index), showing.edited(unit)) for unit in self.units]
             return [*of_units, *(p._version for _, _, p in self._parameters if p is not None)]
-
-    def forward(self, module: nn.Module) -> Callable:
-        return self.replaced or types.MethodType(type(module).forward, module)
 
     def _applies(self, module: nn.Module) -> bool:
         """Not where nothing is saved, nor where the script itself says what becomes of what is saved, nor on other

@@ -3,6 +3,7 @@ is."""
 
 import itertools
 
+import fp16_job
 import pytest
 import torch
 from accelerator_scene import DEVICE, expect_on_device
@@ -51,15 +52,7 @@ def test_a_grad_scaler_gives_the_bits_of_the_engines_own(placement, on_device):
         scale, found = scaler(DEVICE), []
         for i in range(STEPS):
             loss = loss_of(engine, i)
-            if own:
-                engine.backward(loss)
-                engine.step()
-            else:
-                scale.scale(loss).backward()
-                scale.step(optimizer)
-                scale.update()
-                optimizer.zero_grad()
-            now = engine.current_loss_scale if own else scale.get_scale()
+            now = fp16_job.update(engine, optimizer, None if own else scale, loss)
             found.append((loss.item(), now, engine.last_step.skipped))
         runs.append((found, engine.state_dict()))
         engine.close()
