@@ -138,6 +138,7 @@ py::dict stats_dict(engine::Engine& self) {
   out["activations_written_bytes"] = stats.activations.written_bytes;
   out["activations_read_bytes"] = stats.activations.read_bytes;
   out["activations_demand_reads"] = stats.activations.demand_reads;
+  out["activations_wait_seconds"] = static_cast<double>(stats.activations.wait_ns) * 1e-9;
   py::list paths;
   for (const io::PathStats& path : stats.store.paths) paths.append(path_dict(path));
   out["paths"] = paths;

@@ -17,6 +17,7 @@ struct ActivationStats {
   int64_t written_bytes = 0;  // to NVMe
   int64_t read_bytes = 0;     // from NVMe
   int64_t demand_reads = 0;   // that began when their tensor was asked for
+  int64_t wait_ns = 0;        // callers waited for room, or for a tensor that was being read
 };
 
 class Machine;  // the parts of an engine (calls/machine.h)

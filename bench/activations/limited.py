@@ -16,7 +16,7 @@ ones, less 1; `nvme_activations_vs_recompute`: a step of `moved` over one of `re
 step of `moved` waits for most. A ratio is the median of the rounds' own. Needs root and cgroup v1. Ends with
 RESULT {json}.
 
-    bench/activations/limited.py                    690 M at 4,096 tokens; 70 minutes on 2 cores
+    bench/activations/limited.py                    690 M at 4,096 tokens; 40 minutes a round on 2 cores
     bench/activations/limited.py --quick            a small model; 5 minutes
 """
 
@@ -42,7 +42,7 @@ HERE = Path(__file__).resolve().parent
 CHARGED = 64 << 20  # of a cgroup's limit: what the kernel charges beside a process's own pages
 OURS = {"chosen": "auto", "recomputed": "blocks", "moved": "none"}
 PLAIN = ("plain", "plain_checkpointed")
-FIRST = 3  # steps that are not measured: the second is looked at, the third follows what was chosen
+FIRST = {"chosen": 3}  # steps that are not measured, of others 1: by the second the engine chooses
 
 
 def options() -> argparse.Namespace:
@@ -99,7 +99,7 @@ class Bench:
         command = [sys.executable, str(HERE / "contender.py"), job]
         child = Child(inside(group, command), log=self.folder / f"{name}.log")
         try:
-            first = child.ask(do="turn", steps=FIRST if self.config(name) is not None else 1)
+            first = child.ask(do="turn", steps=FIRST.get(name, 1))
             last = child.ask(do="turn", steps=self.args.steps)
             peaks = (first["peak_bytes"], last["peak_bytes"])
             return last | {"parameters": child.hello["parameters"], "peak_bytes": max(peaks)}

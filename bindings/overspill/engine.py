@@ -154,10 +154,10 @@ class Engine(Stepping, Figures, Saving):
     def _keep_activations(self, core: Any) -> None:
         """Sets who keeps what autograd saves, where that is not torch, and who counts it."""
         owner, config = self._residency, self._settings
-        if config.budget.activations:
-            owner.moving = moving.Moving(core, config.budget.activations, owner.freed)
         if config.budget.process is not None:
             owner.watch = watch.Watch(config)
+        if config.budget.activations:
+            owner.moving = moving.Moving(core, config.budget.activations, owner.freed, owner.watch)
         if config.engine.partition_activations:
             assert self._model_group is not None  # Config.to_core has looked
             owner.partitioning = partitioned.Partitioning(self._model_group, owner)

@@ -336,6 +336,11 @@ def take_in(s: Segment) -> None:
         s.unit.core.add_device_gradient(s.unit.index, s.index, where.take(gradient), where.queue())
     if touched:
         gradients.arrived(s)
+    owner = s.unit.residency
+    if owner.planner is not None:
+        owner.planner.arrived()
+    if owner.watch is not None:
+        owner.watch.came(gradient.numel() * gradient.element_size())
 
 
 def clip_value(parameters: list[Any], limit: float, owners: Iterable[Residency]) -> None:

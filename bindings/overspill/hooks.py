@@ -143,6 +143,8 @@ class AfterHook:
                 call = stack.calls[-1] if stack.calls and python.f_code is not _CALL_IMPL else None
             if call is not None and call.module is module:
                 guard.end(call, stack)
+                if self.owner.planner is not None and self.owner.calls == 0 and not in_backward():
+                    self.owner.planner.end_forward()
             books.open = False
 
 

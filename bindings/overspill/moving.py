@@ -27,11 +27,11 @@ PARTS = 8  # a tensor is a part of its storage as large as one of so many, or th
 class Kept:
     """The bytes of one storage in the engine's keeping, as long as something refers to it."""
 
-    __slots__ = ("__weakref__", "_copy", "activation", "bytes", "digest", "mark", "source")
+    __slots__ = ("__weakref__", "_copy", "activation", "bytes", "digest", "mark", "owner", "source")
 
-    def __init__(self, activation: Any, source: StorageWeakRef, size: int, digest: int, mark: int):
+    def __init__(self, owner: Moving, activation: Any, source: StorageWeakRef, size: int, digest: int):
         self.activation, self.source, self.bytes, self.digest = activation, source, size, digest
-        self.mark = mark  # Moving.kept_bytes before it
+        self.owner, self.mark = owner, owner.kept_bytes  # before it
         self._copy: StorageWeakRef | None = None
 
     def copy(self) -> torch.UntypedStorage:
@@ -39,8 +39,10 @@ class Kept:
         living = self._copy and torch.UntypedStorage._new_with_weak_ptr(self._copy.cdata)
         if living is not None:
             return living
+        begin = time.perf_counter()
         storage = torch.UntypedStorage(self.bytes)
         self.activation.read(storage.data_ptr(), self.bytes)
+        self.owner.take_seconds += time.perf_counter() - begin
         self._copy = StorageWeakRef(storage)
         return storage
 
@@ -60,12 +62,14 @@ class Moved:
 
 
 class Moving:
-    """Of one engine: `core` has an arena of `most` bytes. `freed` counts what leaves torch's memory."""
+    """Of one engine: `core` has an arena of `most` bytes. `freed` counts what leaves torch's memory; `watch`
+    (watch.Watch), where the whole process has a budget, what comes back."""
 
-    def __init__(self, core: Any, most: int, freed: heap.Freed):
-        self.core, self.most, self.freed = core, most, freed
+    def __init__(self, core: Any, most: int, freed: heap.Freed, watch: Any):
+        self.core, self.most, self.freed, self.watch = core, most, freed, watch
         self.kept_bytes = 0  # since the start
-        self.seconds = 0.0  # that it took to keep them, or to find them kept
+        self.keep_seconds = 0.0  # that it took to keep them, or to find them kept
+        self.take_seconds = 0.0  # that it took to give them back
         self._told = False
         self._kept: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()  # by storage
 
@@ -87,7 +91,7 @@ class Moving:
         try:
             kept = self._keep(storage, size)
         finally:
-            self.seconds += time.perf_counter() - begin
+            self.keep_seconds += time.perf_counter() - begin
         return None if kept is None else Moved(kept, tensor)
 
     def _keep(self, storage: torch.UntypedStorage, size: int) -> Kept | None:
@@ -98,9 +102,7 @@ class Moving:
             activation = self.core.keep_activation(storage.data_ptr(), size)
             if activation is None:
                 return None
-            self._kept[storage._cdata] = kept = Kept(
-                activation, StorageWeakRef(storage), size, digest, self.kept_bytes
-            )
+            self._kept[storage._cdata] = kept = Kept(self, activation, StorageWeakRef(storage), size, digest)
             self.freed.add(size)
             self.kept_bytes += size
         return kept

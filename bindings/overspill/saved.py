@@ -117,7 +117,10 @@ def unpack(saved: Any) -> torch.Tensor:
         return tensor
     if type(saved) in (Handle, Moved, Slice):
         with DisableTorchFunction():
-            return saved.tensor()
+            tensor = saved.tensor()
+            if type(saved) is Moved and (watch := saved.kept.owner.watch) is not None:
+                watch.came(tensor.nbytes)
+            return tensor
     return saved
 
 

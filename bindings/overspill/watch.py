@@ -1,9 +1,10 @@
-"""The memory of the whole process, beside what it may take (`budget.process`). What forward saves is counted, and the
-process is looked at before it has grown much. So a run that does not fit ends in its first step with a message, which
-says what would do, and not by the kernel's killer."""
+"""The memory of the whole process, beside what it may take (`budget.process`). What forward saves is counted, and what
+backward is given and makes; the process is looked at before it has grown much. So a run that does not fit ends in its
+first step with a message, which says what would do, and not by the kernel's killer."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from .config import Config
 from .divided import memory_of
 from .memory import human, own_bytes
 
-_MOST_BETWEEN = 32 << 20  # bytes saved between two looks
+_MOST_BETWEEN = 32 << 20  # bytes saved, or made in backward, between two looks
+_SECONDS_BETWEEN = 0.01  # of backward, which may make more than the engine sees
 
 
 class Watch:
@@ -30,6 +32,7 @@ class Watch:
         self.heads: frozenset[int] = frozenset()  # ids of linear layers outside the model's blocks
         self._saved = self._since = self._largest = 0  # bytes since the pass began, and since the last look
         self._seen: dict[int, StorageWeakRef] = {}  # storages that this pass has saved
+        self._looked = 0.0  # when
 
     def begin_pass(self) -> None:
         self._saved = self._since = self._largest = 0
@@ -54,6 +57,14 @@ class Watch:
             self._since = 0
             self.look(f"forward, in {type(module).__name__}")
 
+    def came(self, size: int) -> None:
+        """Called for a gradient that has arrived, and for what the engine gives backward. Raises BudgetError."""
+        self._since += size
+        self._largest = max(self._largest, size)
+        if self._since >= self._every or time.monotonic() - self._looked >= _SECONDS_BETWEEN:
+            self._since = 0
+            self.look("backward")
+
     def before(self, module: nn.Linear, arguments: Any) -> None:
         """Called before a linear layer, whose result may be far larger than all before it: the logits of a vocabulary,
         whose loss makes two more in fp32. Raises BudgetError."""
@@ -73,6 +84,7 @@ class Watch:
         `ahead`: what they are known to take."""
         # A result of the next function, and what it needs meanwhile.
         ahead = max(ahead, self._every, 2 * self._largest)
+        self._looked = time.monotonic()
         if own_bytes() + ahead <= self.limit:
             return
         heap.give_back()

@@ -79,13 +79,18 @@ void ActivationStash::take(int64_t number, std::span<std::byte> to) {
   settle(tensor);
 }
 
+template <class Done>
+void ActivationStash::wait(Done done) {
+  stats_.wait_ns += core_.wait(done, Cause::activations);
+}
+
 /// Returns when the bytes are in the arena. They stay there, since the tensor has a reader.
 void ActivationStash::bring(Tensor& tensor) {
   while (tensor.state != State::memory && tensor.state != State::writing) {
     if (tensor.state == State::nvme) {
       fetch(tensor);
     } else {
-      core_.wait([&]() REQUIRES(engine_mutex) { return tensor.state != State::reading; }, Cause::activations);
+      wait([&]() REQUIRES(engine_mutex) { return tensor.state != State::reading; });
     }
   }
 }
@@ -149,7 +154,7 @@ int64_t ActivationStash::make_room(int64_t bytes) {
     const uint64_t before = changes_;
     ++waiting_;  // what comes free is not for reading ahead
     try {
-      core_.wait([&]() REQUIRES(engine_mutex) { return changes_ != before; }, Cause::activations);
+      wait([&]() REQUIRES(engine_mutex) { return changes_ != before; });
     } catch (...) {
       --waiting_;
       throw;
@@ -198,7 +203,7 @@ io::Extent ActivationStash::allocate(int64_t bytes) {
   try {
     while (extent_bytes_ > room_bytes_) {
       if (growing_) {
-        core_.wait([&]() REQUIRES(engine_mutex) { return !growing_; }, Cause::activations);
+        wait([&]() REQUIRES(engine_mutex) { return !growing_; });
       } else {
         grow();
       }

@@ -64,6 +64,8 @@ class ActivationStash {
     io::Transfer transfer;
   };
 
+  template <class Done>
+  void wait(Done done) MAY_RELEASE(engine_mutex);
   static void on_transfer(io::Transfer& transfer) noexcept;
   int64_t make_room(int64_t bytes) MAY_RELEASE(engine_mutex);
   void write_behind() MAY_RELEASE(engine_mutex);

@@ -31,9 +31,9 @@ class Core final : public Monitor {
       : meter(kernels::steady_now_ns, units), store(*this, meter, std::move(store_in), std::move(watch)) {}
 
   /// Waits until done() is true and counts the time for the report, under `cause`; `unit` goes into the
-  /// journal. Throws EngineFailed when the engine fails meanwhile.
+  /// journal. Returns the nanoseconds. Throws EngineFailed when the engine fails meanwhile.
   template <class Done>
-  void wait(Done done, Cause cause, int32_t unit = -1) MAY_RELEASE(engine_mutex);
+  int64_t wait(Done done, Cause cause, int32_t unit = -1) MAY_RELEASE(engine_mutex);
   /// Waits for the device, without the mutex. Throws kernels::DeviceError.
   void wait_for(const kernels::Event& event) MAY_RELEASE(engine_mutex) {
     const Unlocked unlocked(mutex());
@@ -48,9 +48,9 @@ class Core final : public Monitor {
 };
 
 template <class Done>
-void Core::wait(Done done, Cause cause, int32_t unit) {
+int64_t Core::wait(Done done, Cause cause, int32_t unit) {
   check();
-  if (done()) return;
+  if (done()) return 0;
   const int64_t start = kernels::steady_now_ns();
   journal.note(Happening::waiting, unit);
   meter.begin(Activity::wait);
@@ -64,6 +64,7 @@ void Core::wait(Done done, Cause cause, int32_t unit) {
   stats.wait_ns += waited_ns;
   meter.waited(cause, waited_ns);
   check();
+  return waited_ns;
 }
 
 }  // namespace overspill::engine

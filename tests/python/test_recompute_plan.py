@@ -34,9 +34,21 @@ def test_bit_equal_to_plain_with_some_of_each(name, again, monkeypatch):
 
 
 def seen(**figures):
-    """A pass of ten blocks that gives 100 bytes to an arena of 20: a second of forward."""
-    figures = {"write_bytes_per_s": 1e9, "read_bytes_per_s": 1e9} | figures
-    return recompute_plan.Seen(10, 1.0, 100, figures.pop("block_seconds", 0.1), 9, 20, **figures)
+    """A pass of ten blocks that gives 100 bytes to an arena of 20: a second of forward, two of backward."""
+    usual = {
+        "blocks": 10,
+        "forward_seconds": 1.0,
+        "backward_seconds": 2.0,
+        "kept_bytes": 100,
+        "keep_seconds": 0.0,
+        "take_seconds": 0.0,
+        "block_seconds": 0.1,
+        "block_bytes": 9,
+        "arena_bytes": 20,
+        "write_bytes_per_s": 1e9,
+        "read_bytes_per_s": 1e9,
+    }
+    return recompute_plan.Seen(**(usual | figures))
 
 
 def test_disks_that_keep_up_leave_nothing_to_compute_again():
@@ -53,11 +65,25 @@ def test_between_them_some_blocks_are_computed_again():
     """Reading k blocks less saves 9 k / 20 s; computing them costs k / 10: until both take equally long."""
     found = seen(read_bytes_per_s=20.0)
     assert found.choice() == 4
-    assert found.step_seconds(4) < min(found.step_seconds(3), found.step_seconds(5))
+    assert found.pass_seconds(4) < min(found.pass_seconds(3), found.pass_seconds(5))
 
 
 def test_blocks_that_cost_more_than_their_bytes_are_moved():
     assert seen(read_bytes_per_s=20.0, block_seconds=10.0).choice() == 0
+
+
+def test_copies_cost_time_however_fast_the_disks_are():
+    """Each byte's; so a block that is computed faster than it is copied is computed again."""
+    copied = seen(keep_seconds=3.0, take_seconds=2.0)
+    assert copied.pass_seconds(0) == 3 + 5
+    assert copied.choice() == 10
+    assert copied.pass_seconds(10) == pytest.approx(3 + 0.1 * 5 + 10 * 0.1)
+    assert seen(keep_seconds=0.3, take_seconds=0.2).choice() == 0
+
+
+def test_what_is_outside_blocks_counts():
+    """A head that takes longer than all blocks: its backward hides what the disks read."""
+    assert seen(read_bytes_per_s=20.0, backward_seconds=6.0).choice() == 0
 
 
 def test_a_disk_that_was_not_measured_has_kept_up():
@@ -91,7 +117,28 @@ def test_waiting_for_room_is_no_computing(again, monkeypatch):
     (found,) = chosen
     assert now[0] > 50, "the arena was asked"
     assert (found.forward_seconds, found.block_seconds, found.blocks) == (3, 1, 3)
+    assert found.keep_seconds >= 15 and found.keep_seconds % 5 == 0, "copies are counted apart"
+    assert (found.backward_seconds, found.take_seconds) == (0, 0), "by this clock"
     assert found.block_bytes > 0 and found.kept_bytes >= 3 * found.block_bytes
+
+
+def test_a_pass_without_a_backward_is_not_chosen_by(again):
+    engine = again(Repeats(plainly), arena=1 << 20, recompute="auto")
+    for _ in range(3):
+        engine(torch.randn(64, 32))
+    assert "not chosen yet" in engine.plan_text
+    for _ in range(3):
+        engine.backward(engine(torch.randn(64, 32)))
+        engine.step()
+    assert "not chosen yet" not in engine.plan_text
+
+
+def test_the_waits_of_the_arena_are_counted(again, tmp_path):
+    """An arena of one tensor: each has to wait until the one before is written."""
+    engine = again(Repeats(plainly), arena=1 << 20, recompute="none")
+    engine.backward(engine(torch.randn(8000, 32)))
+    stats = engine.stats()
+    assert stats["activations_written_bytes"] > 0 and stats["activations_wait_seconds"] > 0
 
 
 def test_the_chosen_blocks_are_spread():

@@ -33,6 +33,17 @@ def test_a_forward_that_does_not_fit_ends_with_a_message(tmp_path):
     assert said["after"] is not None, "the engine goes on with a smaller batch"
 
 
+def test_a_backward_that_does_not_fit_ends_with_a_message(tmp_path):
+    """Twelve layers whose backward makes 40 MiB each, which the engine is not told of, where 200 MiB are left."""
+    said = of_run(folder=str(tmp_path), left=200, hoard=40)
+    assert (
+        "budget.process = " in said["error"] and " in backward, of which forward has saved" in said["error"]
+    )
+    assert said["peak"] <= said["limit"] + 40 * MIB, "one that the engine has not seen before it was there"
+    assert said["after"] is not None, "the engine goes on"
+    assert of_run(folder=str(tmp_path), left=700, hoard=40)["error"] is None
+
+
 @pytest.mark.parametrize("way", [{"recompute": "blocks"}, {"activations": "40MiB"}])
 def test_what_the_message_says_would_do_does(way, tmp_path):
     said = of_run(folder=str(tmp_path), left=330, **way)

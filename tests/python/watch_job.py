@@ -3,6 +3,7 @@ loss of a smaller batch afterwards."""
 
 import json
 import sys
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -13,6 +14,22 @@ from overspill import memory
 WIDTH, ROWS = 1024, 8192  # an activation takes 32 MiB
 
 
+class Hoard(torch.autograd.Function):
+    """Its backward makes so many MiB, and keeps them."""
+
+    kept: ClassVar[list[torch.Tensor]] = []
+
+    @staticmethod
+    def forward(ctx, x, size):
+        ctx.size = size
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Hoard.kept.append(torch.ones(ctx.size << 18))
+        return gradient, None
+
+
 def main(
     folder: str,
     left: int,
@@ -20,8 +37,10 @@ def main(
     activations: str | None = None,
     head: int = 0,
     logits: str | None = None,
+    hoard: int = 0,
 ) -> dict:
-    """`head`: rows of a linear layer at the end, frozen as all others, whose loss is cross entropy."""
+    """`head`: rows of a linear layer at the end, frozen as all others, whose loss is cross entropy. `hoard`: MiB that
+    backward makes and keeps behind each layer."""
     torch.set_num_threads(1)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(12)]
     blocks = (
@@ -33,7 +52,10 @@ def main(
         model = nn.Sequential(model[0], model[1], nn.Linear(WIDTH, head))
     for p in model.parameters():
         p.requires_grad_(p.dim() == 1)  # biases alone: nothing else grows
-    x = torch.randn(ROWS, WIDTH)
+    x = torch.randn(64 if hoard else ROWS, WIDTH)
+    if hoard:
+        for layer in layers:
+            layer.register_forward_hook(lambda layer, given, y: Hoard.apply(y, hoard))
     limit = memory.own_bytes() + (left << 20) + (96 << 20)
     settings = {
         "budget": {
@@ -59,9 +81,12 @@ def main(
         for _ in range(2):
             engine.backward(loss_of(engine(x)))
             engine.step()
+            Hoard.kept.clear()
     except overspill.BudgetError as error:
         found["error"] = str(error)
     found["peak"] = memory.peak_rss_bytes() - (memory.rss_bytes() - memory.own_bytes())
+    Hoard.kept.clear()
+    hoard = 0
     engine.zero_grad()
     loss = loss_of(engine(x[:64]))
     engine.backward(loss)
