@@ -144,17 +144,19 @@ void register_specs(py::module_& m) {
   py::class_<UnitSpec>(m, "Unit")
       .def(py::init([](std::string name, const std::string& format, std::string dtype,
                        std::vector<SegmentSpec> segments, const std::string& optimizer, std::string packing,
-                       int32_t together) {
+                       int32_t together, int64_t part_bytes) {
              return UnitSpec{std::move(name),
                              engine::format_from_name(format),
                              std::move(dtype),
                              std::move(segments),
                              optim::optimizer_named(optimizer),
                              std::move(packing),
-                             together};
+                             together,
+                             part_bytes};
            }),
            py::arg("name"), py::arg("format"), py::arg("dtype"), py::arg("segments"),
-           py::arg("optimizer") = "adam", py::arg("packing") = "", py::arg("together") = -1)
+           py::arg("optimizer") = "adam", py::arg("packing") = "", py::arg("together") = -1,
+           py::arg("part_bytes") = 0)
       .def_readonly("name", &UnitSpec::name)
       .def_property_readonly(
           "format", [](const UnitSpec& self) { return std::string(engine::format_name(self.format)); })
@@ -208,6 +210,12 @@ void register_weights(EngineClass& cls) {
           "read_state",
           [](Engine& self, int32_t unit, int32_t segment, const std::string& name, uintptr_t address,
              int64_t bytes) { self.read_state(unit, segment, name, floats_at<float>(address, bytes)); },
+          Released())
+      .def(
+          "read_part",
+          [](Engine& self, int32_t unit, int32_t segment, int64_t begin, uintptr_t address, int64_t bytes) {
+            self.read_part(unit, segment, begin, memory_at(address, bytes));
+          },
           Released())
       .def("own_part", &Engine::own_part, Released())
       .def(

@@ -113,7 +113,21 @@ void add_memory(py::module_& m, EngineClass& cls) {
           },
           py::arg("address"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>(),
           "Fills memory of as many bytes; waits for them.");
+  py::class_<engine::PartedGradient>(m, "PartedGradient")
+      .def(
+          "add",
+          [](engine::PartedGradient& self, uintptr_t address, int64_t bytes) {
+            self.add(memory_at(address, bytes));
+          },
+          py::arg("address"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>(),
+          "The elements that follow those given before.")
+      .def("finish", &engine::PartedGradient::finish, py::call_guard<py::gil_scoped_release>(),
+           "From now on the segment has the gradient.")
+      .def("break_off", &engine::PartedGradient::break_off, py::call_guard<py::gil_scoped_release>(),
+           "The segment has no gradient now.");
   cls.def("acquire", &acquire)
+      .def("begin_gradient", &Engine::begin_gradient, py::arg("unit"), py::arg("segment"), py::arg("dtype"),
+           py::call_guard<py::gil_scoped_release>())
       .def("keep_activation", &keep_activation)
       .def("acquire_on", &acquire_on)
       .def("add_device_gradient", &add_device_gradient)

@@ -7,8 +7,8 @@
 //
 // Threads. These methods may be called from any thread at any time, also at the same time:
 //   acquire() and everything of a Lease, its end included; keep_activation() and everything of an Activation;
-//   begin_pass(), begin_backward(), add_gradient(), has_gradient(), generation(), resident_now(),
-//   expect_step();
+//   begin_pass(), begin_backward(), read_part(), add_gradient(), begin_gradient() and everything of a
+//   PartedGradient, has_gradient(), generation(), resident_now(), expect_step();
 //
 //   save_progress(), hurry_save(), device(), layout(), plan(), stats(), report(), report_inside(), figures(),
 //   predict(), predict_budgets(), record_journal(), take_journal(), take_device_spans().
@@ -42,6 +42,7 @@
 #include "engine/base/engine_failed.h"
 #include "engine/base/group_range.h"
 #include "engine/base/queue.h"
+#include "engine/parted_gradient.h"
 #include "engine/telemetry/journal.h"
 #include "engine/telemetry/report.h"
 #include "engine/weights/trace.h"
@@ -183,6 +184,9 @@ class Engine {
   /// does not.
   Lease acquire(int32_t unit, Queue queue);
   bool resident_now(int32_t unit);
+  /// Fills `out` with a segment's weights as forward uses them, from element `begin` on, where the unit is
+  /// read in parts (UnitSpec::part_bytes); waits for its updates. What follows is read ahead.
+  void read_part(int32_t unit, int32_t segment, int64_t begin, std::span<std::byte> out);
   /// Keeps a copy of `bytes`, in host memory, for backward. Nothing where they are none, or more than
   /// Config::activations_bytes: the caller then keeps them itself. Throws io::StoreError where the disks have
   /// no room for what has to leave the arena.
@@ -196,6 +200,8 @@ class Engine {
   /// The same for device memory, as the work submitted to `queue` until now leaves it. Returns before the
   /// engine has read it; a failure after that fails the engine.
   void add_gradient(int32_t unit, int32_t segment, DeviceArray gradient, Queue queue);
+  /// Adds a gradient that comes in parts, for which nobody has the memory at once. One rank, on the host.
+  PartedGradient begin_gradient(int32_t unit, int32_t segment, std::string_view dtype);
   // A call with a `range` concerns the gradients and segments of those groups alone. With several ranks the
   // range must be all groups.
   /// Also forgets the gradients that the last step used. Collective where there are gradients.

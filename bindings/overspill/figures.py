@@ -70,11 +70,12 @@ class Figures:
 
     @property
     def plan_text(self) -> str:
-        """`str(engine.plan)`, the table that the commands print, `computed_again`, what torch.compile has compiled, and
-        which logits are made in tiles."""
+        """`str(engine.plan)`, the table that the commands print, `computed_again`, what torch.compile has compiled,
+        which layers are computed in tiles, and which logits are made so."""
         again, compiler = self.computed_again, self._residency.compiler
         text = str(self.plan) + (f"computed again in backward: {again}\n" if again else "")
         text += f"torch.compile: {compiler}\n" if compiler is not None else ""
+        text += f"layers in tiles: {self._residency.tiled_layers}\n" if self._residency.tiled_layers else ""
         return text + (f"logits in tiles: {self._residency.tiled}\n" if self._residency.tiled else "")
 
     @property

@@ -12,13 +12,16 @@ added to them, and a further step applies them again. `engine.step()` and `train
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction
 
-from . import given, place, reading
+from . import calls, given, place, reading
 from .boundary import counts
+from .calls import books
 from .copies import Copies
 from .divided import part_of
 from .loss_scaling import Course, LossScaler
@@ -308,14 +311,7 @@ def take_in(s: Segment) -> None:
     if gradient is None:  # requires_grad was switched off since forward: torch drops it, too
         return
     gradients, where = s.unit.residency.gradients, s.unit.residency.place
-    if gradients.scaler is not None and not gradients.scaler.inside:
-        set_grad(s.parameter, None)
-        raise RuntimeError(
-            f"overspill: loss_scaling.enabled: {s.name} got a gradient from a backward that is not "
-            "engine.backward(loss), and the engine scales losses there alone: call engine.backward(loss); or leave "
-            "loss_scaling out, and scale with torch.amp.GradScaler. Where a framework or a schedule of pipeline stages "
-            "calls backward, train in bf16"
-        )
+    _require_scaled(s)
     if gradient.requires_grad:
         gradients.graphs.add(s)
     gradient = part_of(gradient.detach(), s.parameter)
@@ -336,11 +332,72 @@ def take_in(s: Segment) -> None:
         s.unit.core.add_device_gradient(s.unit.index, s.index, where.take(gradient), where.queue())
     if touched:
         gradients.arrived(s)
+    _note(s, gradient.nbytes)
+
+
+def _require_scaled(s: Segment) -> None:
+    scaler = s.unit.residency.gradients.scaler
+    if scaler is not None and not scaler.inside:
+        set_grad(s.parameter, None)
+        raise RuntimeError(
+            f"overspill: loss_scaling.enabled: {s.name} got a gradient from a backward that is not "
+            "engine.backward(loss), and the engine scales losses there alone: call engine.backward(loss); or leave "
+            "loss_scaling out, and scale with torch.amp.GradScaler. Where a framework or a schedule of pipeline stages "
+            "calls backward, train in bf16"
+        )
+
+
+def _note(s: Segment, size: int) -> None:
+    """A gradient of so many bytes has arrived."""
     owner = s.unit.residency
     if owner.planner is not None:
         owner.planner.arrived()
     if owner.watch is not None:
-        owner.watch.came(gradient.numel() * gradient.element_size())
+        owner.watch.came(size)
+
+
+class InParts:
+    """Adds a gradient that nobody has whole to the engine's, part by part in the order of its elements, inside a
+    `with`. Where that ends with an error, and some parts have come, the segment has no gradient; and where they were
+    added to those of earlier micro-batches, the next step is refused until gradients are cleared."""
+
+    def __init__(self, s: Segment):
+        self._segment = s
+        self._parts: Any = None
+        self._touched = False
+
+    def __enter__(self) -> InParts:
+        s = self._segment
+        owner, gradients = s.unit.residency, s.unit.residency.gradients
+        with DisableTorchFunction():
+            _require_scaled(s)
+            if owner.closed:
+                raise RuntimeError(f"overspill: {s.name}: {owner.closed}")
+            calls.work(sys._getframe())
+            books.open = False
+            self._touched = gradients.are_touched()
+            if self._touched:
+                gradients.arriving(s)
+        self._parts = s.unit.core.begin_gradient(s.unit.index, s.index, DTYPES[s.unit.dtype])
+        return self
+
+    def add(self, part: torch.Tensor) -> None:
+        """On the CPU, in the unit's dtype."""
+        part = part.contiguous()
+        self._parts.add(part.data_ptr(), part.nbytes)
+        _note(self._segment, part.nbytes)
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        parts, s, gradients = self._parts, self._segment, self._segment.unit.residency.gradients
+        self._parts = None
+        try:
+            if kind is None:
+                parts.finish()
+        finally:
+            with DisableTorchFunction():
+                parts.break_off()  # nothing where it has ended
+                if self._touched:
+                    gradients.arrived(s)
 
 
 def clip_value(parameters: list[Any], limit: float, owners: Iterable[Residency]) -> None:

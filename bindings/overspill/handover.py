@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _core, given, hooks, packed, place, pretrained, ranks, recompute
+from . import _core, given, hooks, logits, packed, place, pretrained, ranks, recompute, tiled_layers
 from .config import Config
 from .foreign import of_torch
 from .groups import Groups, choose_format, group_indices, has_float64, make_groups, unit_format
@@ -137,7 +137,14 @@ def units(model: nn.Module, config: Config, where: place.Place, taken: Sequence[
             f"overspill: {type(model).__name__} has no parameters with elements, so there is nothing for an engine to "
             "hold"
         )
+    mark_tiles(model, config, found)
     return found
+
+
+def mark_tiles(model: nn.Module, config: Config, specs: list[UnitSpec]) -> None:
+    """Which units are read in tiles. A layer whose logits are made in tiles has its weights whole."""
+    whole = logits.layers_of(model) if config.budget.logits is not None else ()
+    tiled_layers.mark(model, specs, config.budget.tile, whole)
 
 
 def core_units(
@@ -173,6 +180,7 @@ def core_units(
             updates[spec.part][0],
             spec.packing or "",
             together.get(id(spec.parameters[0].parameter), -1),
+            spec.part_bytes,
         )
         for spec in specs
     ]

@@ -25,6 +25,7 @@ from . import (
     recompute,
     residency,
     showing,
+    tiled_layers,
     vertical,
 )
 from .calls import Call, books, here, in_backward, opaque
@@ -143,8 +144,14 @@ class AfterHook:
                 call = stack.calls[-1] if stack.calls and python.f_code is not _CALL_IMPL else None
             if call is not None and call.module is module:
                 guard.end(call, stack)
-                if self.owner.planner is not None and self.owner.calls == 0 and not in_backward():
-                    self.owner.planner.end_forward()
+                planner = self.owner.planner
+                if (
+                    planner is not None
+                    and self.owner.calls == 0
+                    and torch.is_grad_enabled()
+                    and not in_backward()
+                ):
+                    planner.end_forward()
             books.open = False
 
 
@@ -330,6 +337,8 @@ def attach(
         owner.watch.heads = frozenset(map(id, heads))
     if logits_bytes:
         owner.tiled = logits.said(model, tiled, logits_bytes)
+    in_tiles = tiled_layers.layers_of(model)
+    owner.tiled_layers = tiled_layers.said(in_tiles)
     for spec, unit in zip(specs, owner.units, strict=True):
         if spec.block is not None:
             blocks.setdefault(spec.block, []).append(unit)
@@ -346,6 +355,8 @@ def attach(
         module.register_forward_hook(after, always_call=True)
         if compiler is not None:
             module.__dict__["forward"] = compiler.block(module)
+        if module in in_tiles:
+            module.__dict__["forward"] = tiled_layers.Layer(in_tiles[module], module)
         if module in tiled:
             module.__dict__["forward"] = logits.Layer(tiled[module], module, owner, logits_bytes)
         if module in recomputed:
@@ -390,7 +401,7 @@ def _segments_of(module: nn.Module) -> list[Segment]:
 
 def _needed(module: nn.Module, blocks: dict[nn.Module, list[Unit]]) -> list[Unit]:
     """Units of the module's own parameters (lists of parameters count as its own: they are never called),
-    and of its block."""
+    and of its block; not those that its forward reads in tiles."""
     holders = [
         module,
         *(c for c in module._modules.values() if isinstance(c, (nn.ParameterList, nn.ParameterDict))),
@@ -398,4 +409,4 @@ def _needed(module: nn.Module, blocks: dict[nn.Module, list[Unit]]) -> list[Unit
     own = [
         registry[id(p)].unit for holder in holders for p in holder._parameters.values() if id(p) in registry
     ]
-    return list({id(u): u for u in (*blocks.get(module, ()), *own)}.values())
+    return list({id(u): u for u in (*blocks.get(module, ()), *own) if not u.part_bytes}.values())

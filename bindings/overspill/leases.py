@@ -7,13 +7,14 @@ Torch functions must be off.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
-from . import packed
+from . import given, packed
 from .memory import free_bytes, human
 from .segments import Unit
 
@@ -48,7 +49,9 @@ def hold(unit: Unit, take: Take | None = None) -> torch.Tensor:
 
 
 def acquire(unit: Unit) -> torch.Tensor:
-    """Takes a lease; a packed unit is unpacked into memory of torch's."""
+    """Takes a lease; a packed unit is unpacked into memory of torch's, and one that is read in tiles copied there."""
+    if unit.part_bytes:
+        return _whole(unit)
     where = unit.residency.place
     if where.on_host:
         capsule = unit.core.acquire(unit.index)
@@ -67,10 +70,28 @@ def _unpacked(unit: Unit, leased: torch.Tensor) -> torch.Tensor:
     return flat
 
 
+def _whole(unit: Unit) -> torch.Tensor:
+    """Of a unit that layers read in tiles, for something else that uses its weights. No budget counts the copy."""
+    needed = sum(s.bytes for s in unit.segments)
+    if unit.index not in unit.residency.told_whole:
+        unit.residency.told_whole.add(unit.index)
+        warnings.warn(
+            f"overspill: budget.tile: something other than its layer uses {unit.segments[0].name}, and gets it whole: "
+            f"a copy of {human(needed)}, which no budget counts",
+            stacklevel=given.script_level(),
+        )
+    last = unit.segments[-1]
+    flat = torch.empty(last.offset + last.memory.numel(), dtype=unit.dtype)
+    for s in unit.segments:
+        values = flat[s.offset : s.offset + s.memory.numel()]
+        unit.core.read_part(unit.index, s.index, 0, values.data_ptr(), values.nbytes)
+    return flat
+
+
 def acquire_copy(unit: Unit) -> torch.Tensor:
     """Takes a copy in place of a lease, in memory of torch's, which no budget counts."""
     flat = acquire(unit)
-    if unit.packing is None:
+    if unit.packing is None and not unit.part_bytes:
         flat = flat.clone()
     unit.lease = None
     return flat

@@ -85,7 +85,7 @@ class Planner:
 
     def end_forward(self) -> None:
         """When the outermost call of the model has ended."""
-        if self._pass is not None:
+        if self._pass is not None and self._pass.forward is None:
             self._pass.forward = self._moment()
 
     def arrived(self) -> None:

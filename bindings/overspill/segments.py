@@ -140,7 +140,7 @@ class Unit:
     `shown`: some parameters may be views of the lease. `edited`: the core has edits of since then. `lent`: the segments
     that the script may have memory of, with the digest of what is the weight there (lending.py).
     `places`: bytes at which the core has the segments. `packing`: how its bytes there stand for the weights
-    (packed.py), which `flat` has unpacked."""
+    (packed.py), which `flat` has unpacked. `part_bytes`: of UnitSpec."""
 
     __slots__ = (
         "core",
@@ -158,6 +158,7 @@ class Unit:
         "name",
         "packing",
         "part",
+        "part_bytes",
         "pins",
         "places",
         "residency",
@@ -171,7 +172,7 @@ class Unit:
         self.residency, self.core, self.index = residency, residency.core, index
         self.lending = residency.lending
         self.name, self.dtype, self.trainable = spec.name, spec.dtype, spec.trainable
-        self.packing = spec.packing
+        self.packing, self.part_bytes = spec.packing, spec.part_bytes
         self.trained_by_torch, self.part = spec.trained_by_torch, spec.part
         self.is_trained = self.trainable or self.trained_by_torch
         self.flat, self.key, self.shown, self.pins, self.generation = None, 0, False, 0, 0

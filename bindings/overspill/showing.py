@@ -30,17 +30,7 @@ _recent: list[Unit] = []  # held without a call that needs them, least recently 
 def show(unit: Unit, take: Take | None = None) -> None:
     """released or held -> shown; `take` as of leases.hold. Raises RuntimeError naming parameters that were written
     while released."""
-    lending.before_show(unit)
-    stale = [s for s in unit.segments if s.edited()]
-    if stale:
-        _refuse_writes(stale)
-    if not unit.is_trained and any(s.parameter.requires_grad for s in unit.segments):
-        names = ", ".join(s.name for s in unit.segments if s.parameter.requires_grad)
-        raise RuntimeError(
-            f"overspill: {names}: frozen at overspill.initialize, but requires_grad is True now: set requires_grad "
-            "before initialize; or call engine.give_back(), set it, give the optimizer that was given to initialize a "
-            "group with the parameters unless it has one, and initialize again (docs/scripts.md, Optimizers)"
-        )
+    before_use(unit)
     view = leases.hold(unit, take).as_strided
     if unit.lending.puts_off and unit.lending.given:
         lending.put_in_what_was_given(unit)
@@ -93,6 +83,23 @@ def _hand_over(unit: Unit) -> Exception | None:
             except Exception as error:
                 failure = failure or error
     return failure
+
+
+def before_use(unit: Unit) -> None:
+    """Of a unit that is not shown, before its weights are used: edits outside forward are the weight. Raises
+    RuntimeError, which names them, for parameters that were written while released, or that do not train here and are
+    to."""
+    lending.before_show(unit)
+    stale = [s for s in unit.segments if s.edited()]
+    if stale:
+        _refuse_writes(stale)
+    if not unit.is_trained and any(s.parameter.requires_grad for s in unit.segments):
+        names = ", ".join(s.name for s in unit.segments if s.parameter.requires_grad)
+        raise RuntimeError(
+            f"overspill: {names}: frozen at overspill.initialize, but requires_grad is True now: set requires_grad "
+            "before initialize; or call engine.give_back(), set it, give the optimizer that was given to initialize a "
+            "group with the parameters unless it has one, and initialize again (docs/scripts.md, Optimizers)"
+        )
 
 
 def put_back(units: Iterable[Unit], touched: Iterable[Segment]) -> None:

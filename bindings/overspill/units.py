@@ -61,7 +61,7 @@ class ParameterSpec:
 class UnitSpec:
     """`block` is the module whose call needs the whole unit, None where each parameter's own module does. `part`: the
     number of the optimizer that trains it, where there are several. `packing`: of a frozen one, how the engine holds
-    it in fewer bits (packed.py)."""
+    it in fewer bits (packed.py). `part_bytes`: above 0, its weights are read in tiles of so many (tiled_layers.py)."""
 
     name: str
     format: str
@@ -70,6 +70,7 @@ class UnitSpec:
     block: nn.Module | None = None
     part: int = 0
     packing: Packing | None = None
+    part_bytes: int = 0
 
     @property
     def trainable(self) -> bool:

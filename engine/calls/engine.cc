@@ -89,6 +89,11 @@ std::shared_ptr<Machine> Engine::build(const std::vector<UnitSpec>& units, const
     throw std::invalid_argument(
         "library_sums: this transport has no reduction of its own (MPI and NCCL have); leave it out");
   }
+  if (std::ranges::any_of(units, [](const UnitSpec& unit) { return unit.part_bytes != 0; }) &&
+      (ranks.world() > 1 || !resources.device->shares_host_memory())) {
+    throw std::invalid_argument(
+        "weights are read in parts by one rank alone, on a device that shares the host's memory");
+  }
   Layout layout = make_layout(units, own.chunk_elements, ranks.rank(), ranks.world(), own.stage);
   Plan plan = make_plan(layout, own, traits_of(*resources.device, *resources.ranks.communicator));
   if (plan.nvme_reserve_bytes > 0 && resources.store == nullptr)
@@ -209,6 +214,8 @@ Lease Engine::lease(int32_t unit, Arrived arrived) {
       case WeightPlace::nvme:  // is gathered
         return {machine_, nullptr, state.home, u.bytes()};
     }
+  } else if (u.part_bytes > 0) {
+    throw std::invalid_argument(fmt::format("{} is read in parts: it cannot be leased", u.name));
   } else {
     block = m.gatherer.acquire(unit);
   }

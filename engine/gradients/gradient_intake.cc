@@ -51,6 +51,26 @@ void GradientIntake::take_in(int32_t unit, int32_t segment, optim::Element eleme
   taken_in(unit, segment);
 }
 
+Gradients::Arrival GradientIntake::begin_parts(int32_t unit, int32_t segment, optim::Element element) {
+  const MutexLock turn(arrival_);
+  take_all_in();
+  make_ready(unit, segment);
+  return gradients_.begin(unit, segment, element);
+}
+
+void GradientIntake::add_parts(std::span<const Gradients::Piece> pieces) {
+  const MutexLock turn(arrival_);
+  take_all_in();
+  gradients_.add(pieces);
+}
+
+void GradientIntake::finish_parts(const Gradients::Arrival& arrival) {
+  const MutexLock turn(arrival_);
+  take_all_in();
+  gradients_.finish(arrival);
+  taken_in(arrival.unit, arrival.segment);
+}
+
 void GradientIntake::replace(int32_t unit, int32_t segment, std::span<const std::byte> data,
                              std::string_view dtype) {
   optim::Element element{};

@@ -51,6 +51,12 @@ class GradientIntake {
   /// engine.
   void add(int32_t unit, int32_t segment, DeviceArray gradient, Queue queue)
       EXCLUDES(arrival_, mutex_, engine_mutex);
+  // A gradient that comes in parts (gradient_parts.h), from host memory and of one rank.
+  Gradients::Arrival begin_parts(int32_t unit, int32_t segment, optim::Element element)
+      EXCLUDES(arrival_, mutex_, engine_mutex);
+  /// Pieces end where Gradients::piece_end says, or at the end of another chunk.
+  void add_parts(std::span<const Gradients::Piece> pieces) EXCLUDES(arrival_, mutex_, engine_mutex);
+  void finish_parts(const Gradients::Arrival& arrival) EXCLUDES(arrival_, mutex_, engine_mutex);
   /// Replaces the segment's gradient, or removes it where `data` is empty.
   void replace(int32_t unit, int32_t segment, std::span<const std::byte> data, std::string_view dtype)
       EXCLUDES(arrival_, mutex_, engine_mutex);

@@ -123,7 +123,7 @@ std::byte* Gradients::at(int32_t unit, int64_t element) const {
   return model_.units[unit].gradients + element * setup_.gradient_width(unit);
 }
 
-optim::Element Gradients::check(int32_t unit, int32_t segment, int64_t bytes, std::string_view dtype) const {
+optim::Element Gradients::check(int32_t unit, int32_t segment, std::string_view dtype) const {
   const Unit& u = setup_.layout.units[unit];
   const Segment& s = u.segments[segment];
   if (!u.trainable()) throw std::invalid_argument(fmt::format("{} is frozen: it takes no gradient", s.name));
@@ -133,12 +133,17 @@ optim::Element Gradients::check(int32_t unit, int32_t segment, int64_t bytes, st
     throw std::invalid_argument(
         fmt::format("the gradient of {} is {}, its weights are {}", s.name, dtype, u.dtype));
   }
-  const int64_t from_bytes = optim::bytes(*from_element);
-  if (bytes != s.elements * from_bytes) {
-    throw std::invalid_argument(fmt::format("the gradient of {} has {} bytes, its {} elements take {}",
-                                            s.name, bytes, s.elements, s.elements * from_bytes));
-  }
   return *from_element;
+}
+
+optim::Element Gradients::check(int32_t unit, int32_t segment, int64_t bytes, std::string_view dtype) const {
+  const optim::Element element = check(unit, segment, dtype);
+  const Segment& s = setup_.layout.units[unit].segments[segment];
+  if (bytes != s.elements * optim::bytes(element)) {
+    throw std::invalid_argument(fmt::format("the gradient of {} has {} bytes, its {} elements take {}",
+                                            s.name, bytes, s.elements, s.elements * optim::bytes(element)));
+  }
+  return element;
 }
 
 Gradients::Arrival Gradients::begin(int32_t unit, int32_t segment, optim::Element element) {
@@ -336,6 +341,31 @@ void Gradients::finish(const Arrival& arrival) {
   const MutexLock guard(core_.mutex());
   if (setup_.layout.slices > 1) sums_.arrived(arrival.unit, arrival.segment);
   presence_[arrival.unit][arrival.segment] = Presence::there;
+}
+
+Gradients::Mark Gradients::mark(int32_t unit, int32_t segment) {
+  const MutexLock guard(core_.mutex());
+  return {forgotten_, arrivals_[unit][segment]};
+}
+
+void Gradients::break_off(const Arrival& arrival, const Mark& of, bool pieces) {
+  const MutexLock guard(core_.mutex());
+  if (of != Mark{forgotten_, arrivals_[arrival.unit][arrival.segment]}) return;
+  --arrivals_[arrival.unit][arrival.segment];
+  if (!pieces) return;
+  if (is_there(arrival.unit, arrival.segment))
+    half_added_ = setup_.layout.units[arrival.unit].segments[arrival.segment].name;
+  drop(arrival.unit, arrival.segment);
+}
+
+void Gradients::require_whole_sums() {
+  const MutexLock guard(core_.mutex());
+  if (half_added_.empty()) return;
+  throw std::invalid_argument(
+      fmt::format("a backward broke off while the gradient of {} was added to that of earlier micro-batches, "
+                  "and the sum is "
+                  "lost: clear the gradients (zero_grad) and make the micro-batches of this step again",
+                  half_added_));
 }
 
 /// Some of their units' chunks are spilled: a few at a time are brought into memory, added to, and go.

@@ -54,6 +54,8 @@ class Gradients {
   /// The element type of a gradient of `bytes` bytes. The dtype must be the unit's, or "F32". Throws
   /// std::invalid_argument for another size or dtype.
   optim::Element check(int32_t unit, int32_t segment, int64_t bytes, std::string_view dtype) const;
+  /// The same of the dtype alone.
+  optim::Element check(int32_t unit, int32_t segment, std::string_view dtype) const;
   /// With several ranks it may wait for room.
   Arrival begin(int32_t unit, int32_t segment, optim::Element element) EXCLUDES(engine_mutex);
   /// Where the piece that begins at an element of the segment ends, at most: pieces keep to chunks.
@@ -73,6 +75,19 @@ class Gradients {
   /// One call at a time.
   void add(std::span<const Piece> pieces) EXCLUDES(turn_, engine_mutex);
   void finish(const Arrival& arrival) EXCLUDES(engine_mutex);
+  /// Which of a segment's arrivals is the last one: another once the next has begun, or all are forgotten.
+  struct Mark {
+    uint64_t forgotten = 0;
+    int64_t arrivals = 0;
+    friend bool operator==(const Mark&, const Mark&) = default;
+  };
+  Mark mark(int32_t unit, int32_t segment) EXCLUDES(engine_mutex);
+  /// In place of finish(). `pieces`: some have come; then the segment has no gradient now, and where they
+  /// were added to others' the next step is refused until gradients are cleared. Nothing where `of`, which
+  /// mark() gave after begin(), is over.
+  void break_off(const Arrival& arrival, const Mark& of, bool pieces) EXCLUDES(engine_mutex);
+  /// Throws std::invalid_argument where a gradient was added in part to those of earlier micro-batches.
+  void require_whole_sums() EXCLUDES(engine_mutex);
   /// Pinned host memory that the arrival may be copied to as it is, in place of add(); null: there is none.
   std::byte* place_of(const Arrival& arrival) const;
   /// For an arrival that is copied to its place: where possible, the device squares it once `ready` is
@@ -226,6 +241,8 @@ class Gradients {
   DeviceUnits& device_units_;
   GradientSquares& squares_;
   DeviceAccumulators accumulators_;
+  uint64_t forgotten_ GUARDED_BY(engine_mutex) = 0;  // how often
+  std::string half_added_ GUARDED_BY(engine_mutex);  // a segment whose sum has a gradient in part
   std::vector<std::vector<Presence>> presence_ GUARDED_BY(engine_mutex);  // by unit and segment
   /// The same for the gradients that Only hides; else empty.
   std::vector<std::vector<Presence>> aside_ GUARDED_BY(engine_mutex);

@@ -29,6 +29,8 @@ void Gradients::throw_away() {
 }
 
 void Gradients::forget() {
+  ++forgotten_;
+  half_added_.clear();
   for (auto& unit : presence_) std::fill(unit.begin(), unit.end(), Presence::absent);
   for (size_t c = 0; c < model_.chunks.size(); ++c) {
     if (is_aside(setup_.layout.chunks[c].unit)) continue;

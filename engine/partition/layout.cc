@@ -97,6 +97,7 @@ Unit place_segments(const UnitSpec& spec, std::unordered_set<std::string>& names
   unit.dtype = spec.dtype;
   unit.packing = spec.packing;
   unit.together = spec.together;
+  unit.part_bytes = spec.part_bytes;
   unit.element_bytes = dtype_bytes(spec.dtype);
   const int64_t align = alignment_of(unit);
   int64_t end = 0;

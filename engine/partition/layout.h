@@ -76,6 +76,7 @@ struct Unit {
   std::string dtype;
   std::string packing;         // of a frozen one, for the plan
   int32_t together = -1;       // as of UnitSpec
+  int64_t part_bytes = 0;      // as of UnitSpec
   int64_t element_bytes = 2;   // of hi
   int64_t elements = 0;        // padded, all ranks
   int64_t shard_elements = 0;  // elements / world

@@ -53,6 +53,9 @@ struct UnitSpec {
   /// Units with one number are held at the same time: a call of a compiled block needs them all.
   /// kWithEachBlock: those of every number. -1: none.
   int32_t together = -1;
+  /// Above 0: the caller reads the weights in parts of so many bytes at most (Engine::read_part), and no
+  /// lease has them whole. One rank, on the host.
+  int64_t part_bytes = 0;
 };
 
 inline constexpr int32_t kWithEachBlock = -2;

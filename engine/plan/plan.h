@@ -101,6 +101,8 @@ struct Plan {
   int64_t sums_part_bytes = 0;         // of which a part is one rank's, of one chunk
   int64_t activations_host_bytes = 0;  // the arena of what autograd saves
   int64_t serve_bytes = 0;             // several ranks: a shard on its way from NVMe to another rank
+  int64_t part_chunk_bytes = 0;        // weights that are read in parts and lie on NVMe: a chunk's,
+  int64_t part_chunks = 0;             // so many times
   int64_t weights_nvme_bytes = 0;
   int64_t states_nvme_bytes = 0;
   int64_t gradients_nvme_bytes = 0;
@@ -112,7 +114,8 @@ struct Plan {
     return weights_host_bytes + states_host_bytes + gradients_host_bytes + ring_slots * ring_slot_bytes +
            staging_buffers * staging_buffer_bytes + gather_host_bytes + intake_slots * intake_slot_bytes +
            second_weights * second_weights_bytes + access_bytes + pool_host_bytes() + exchange_bytes +
-           serve_bytes + squares_device_bytes + held_twice_bytes + activations_host_bytes;
+           serve_bytes + squares_device_bytes + held_twice_bytes + activations_host_bytes +
+           part_chunks * part_chunk_bytes;
   }
   int64_t pool_host_bytes() const { return sums_device_bytes > 0 ? 0 : gradient_pool_bytes; }
   /// Bytes on NVMe that a checkpoint holds.

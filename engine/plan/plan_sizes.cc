@@ -77,7 +77,7 @@ std::vector<GatheredSize> PlanSizes::gathered_sizes() const {
   std::vector<GatheredSize> sizes;
   for (size_t u = 0; u < layout_.units.size(); ++u) {
     const Unit& unit = layout_.units[u];
-    if (!used_in_place(layout_, plan_, device_, static_cast<int32_t>(u)))
+    if (unit.part_bytes == 0 && !used_in_place(layout_, plan_, device_, static_cast<int32_t>(u)))
       sizes.push_back({gathered_bytes(unit), unit.together});
   }
   return sizes;
@@ -226,6 +226,7 @@ void PlanSizes::size_up() {
   }
   place_sums();
   size_up_gather(slots > kRingSlotsLeast);
+  size_up_parts();
   const int64_t checkpoints = config_.train_after_save ? config_.checkpoints_kept + 1 : 0;
   p.nvme_reserve_bytes = p.kept_nvme_bytes() * (1 + checkpoints + (config_.speculate ? 1 : 0)) +
                          2 * p.ring_slots * p.ring_slot_bytes + p.gradients_nvme_bytes +
@@ -296,12 +297,12 @@ void PlanSizes::size_up_gather(bool roomy) {
   const std::vector<GatheredSize> gathered = gathered_sizes();
   std::vector<GatheredSize> by_host;
   for (size_t u = 0; u < layout_.units.size(); ++u) {
-    if (plan_.on_device[u]) continue;
+    if (plan_.on_device[u] || layout_.units[u].part_bytes > 0) continue;
     const int64_t on_host = host_block_bytes(layout_, layout_.units[u], device_, plan_.weights_on_nvme[u]);
     if (on_host > 0) by_host.push_back({on_host + kArenaAlign, layout_.units[u].together});
   }
   const bool kept = all_stay();
-  const auto ahead = static_cast<size_t>(roomy ? config_.prefetch_units : 0);
+  const auto ahead = std::max(static_cast<size_t>(roomy ? config_.prefetch_units : 0), spare_units);
   plan_.gather_host_bytes = kept ? sum_of(by_host) : held_at_once(by_host, ahead);
   if (device_.shares_host_memory) return;
   const int64_t least = kept ? sum_of(gathered) : held_at_once(gathered, 0);
@@ -317,6 +318,19 @@ void PlanSizes::size_up_gather(bool roomy) {
         kept ? "all units" : "the units that are in use at the same time", mib(config_.device_budget_bytes)));
   }
   plan_.gather_device_bytes = std::min(sum_of(gathered), left);
+}
+
+/// While the caller computes with one part, the next one is read. A part may begin inside a chunk.
+void PlanSizes::size_up_parts() {
+  plan_.part_chunks = plan_.part_chunk_bytes = 0;
+  for (size_t u = 0; u < layout_.units.size(); ++u) {
+    const Unit& unit = layout_.units[u];
+    if (unit.part_bytes == 0 || !plan_.weights_on_nvme[u]) continue;
+    const int64_t bytes = aligned(layout_.chunks[unit.first_chunk].elements * unit.element_bytes);
+    plan_.part_chunk_bytes = std::max(plan_.part_chunk_bytes, bytes);
+    plan_.part_chunks =
+        std::max(plan_.part_chunks, std::min<int64_t>(unit.chunk_count, unit.part_bytes / bytes + 2));
+  }
 }
 
 }  // namespace overspill::engine

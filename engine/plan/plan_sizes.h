@@ -42,6 +42,7 @@ class PlanSizes {
   PlanSizes& operator=(const PlanSizes&) = delete;
 
   int64_t slots = kRingSlotsBest;  // of the ring, where anything needs one
+  size_t spare_units = 0;          // room for so many more units than are held at once
   int64_t second_weights_most =
       std::numeric_limits<int64_t>::max();  // chunks whose guessed weights have room
 
@@ -84,6 +85,7 @@ class PlanSizes {
   void size_up_second_weights();
   void place_sums();
   void size_up_gather(bool roomy);
+  void size_up_parts();
 
   const Layout& layout_;
   const Config& config_;

@@ -72,6 +72,7 @@ std::string Plan::text() const {
         staging_buffers * staging_buffer_bytes, 0);
   }
   row("gather arena", gather_host_bytes, 0);
+  if (part_chunks > 0) row("weights read in tiles", part_chunks * part_chunk_bytes, 0);
   if (activations_host_bytes > 0) row("arena of activations", activations_host_bytes, 0);
   if (intake_slots > 0) row("gradients from the device", intake_slots * intake_slot_bytes, 0);
   if (second_weights > 0) row("second weights of guessed updates", second_weights * second_weights_bytes, 0);

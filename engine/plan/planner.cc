@@ -13,6 +13,7 @@ namespace {
 
 constexpr int64_t kRingSlotsMost = 64;  // enough read ahead to outlast the disk's pauses (docs/step.md),
 constexpr int64_t kChunksPerSlot = 8;   // but of so many chunks one: the others' states are better at home
+constexpr size_t kSpareUnits = 2;       // of the gather arena, beside the three that are held at once
 
 /// Tries placements until one fits.
 class Planner {
@@ -181,6 +182,7 @@ class Planner {
     if (fits() || config_.nvme.empty()) return;
     sizes_.second_weights_most = 0;
     spill_all();
+    spare_units();
     // Weights in order of use. The gather arena goes when the last one is home, so all of them together are
     // tried first.
     std::fill(plan_.weights_on_nvme.begin(), plan_.weights_on_nvme.end(), false);
@@ -197,6 +199,17 @@ class Planner {
     const auto chunks = std::count(plan_.states_on_nvme.begin(), plan_.states_on_nvme.end(), true);
     grow_ring(std::min(kRingSlotsMost, chunks / kChunksPerSlot));
     bring_states_home();
+  }
+
+  /// Units that are leased cannot be moved, so the arena may have the bytes for one more and no run of them.
+  /// Three units of about one size leave a run for a fourth wherever they lie, if the arena has room for
+  /// five.
+  void spare_units() {
+    for (sizes_.spare_units = kSpareUnits; sizes_.spare_units > 0; --sizes_.spare_units) {
+      sizes_.size_up();
+      if (fits()) return;
+    }
+    sizes_.size_up();
   }
 
   void grow_ring(int64_t most) {
@@ -298,7 +311,7 @@ class Planner {
       throw BudgetError(
           "budget.activations: what does not fit there goes to disk: give a folder for it (budget.nvme)");
     if (fits()) return;
-    const char* way_out = config_.nvme.empty() ? " or give a folder on NVMe (budget.nvme, --nvme)" : "";
+    std::string way_out = config_.nvme.empty() ? " or give a folder on NVMe (budget.nvme, --nvme)" : "";
     Config all = config_;
     all.host_budget_bytes = 0;
     Planner least(layout_, all, device_);
@@ -308,6 +321,9 @@ class Planner {
     if (!forced()) least.relieve_the_host();
     if (!config_.nvme.empty()) least.spill_all();
     least.sizes_.size_up();
+    const int64_t in_use = held_at_once(least.sizes_.gathered_sizes(), 0);
+    if (2 * in_use > least.plan_.host_bytes() && layout_.slices == 1 && device_.shares_host_memory)
+      way_out += ", or have the layers with the largest weights computed in tiles (budget.tile, --tile)";
     throw BudgetError(
         fmt::format("host budget too small: {} are needed, {} are allowed. {}the smallest budget that would "
                     "do is {} ({} bytes){}\n{}",

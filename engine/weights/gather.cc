@@ -28,7 +28,8 @@ Gatherer::Gatherer(const Setup& setup, Core& core, Hardware& hardware, ModelStat
       fetches_(model.chunks.size()),
       serve_memory_(hardware.device(), hardware.host_budget, setup.plan.serve_bytes,
                     "shards on their way to other ranks"),
-      serve_fetches_(setup.plan.serve_bytes > 0 ? model.chunks.size() : 0) {
+      serve_fetches_(setup.plan.serve_bytes > 0 ? model.chunks.size() : 0),
+      parts_(setup, core, hardware, model, *this) {
   if (!hardware.device().shares_host_memory()) {
     device_memory_ = hardware.device().allocate(setup.plan.gather_device_bytes);
     stream_ = hardware.device().make_stream();
@@ -199,6 +200,7 @@ void Gatherer::start_fills_ahead() {
   if (setup_.config.prefetch_units == 0) return;
   for (int32_t unit : trace_.upcoming(setup_.config.prefetch_units)) {
     if (setup_.used_in_place(unit) || model_.units[unit].gathered != Gathered::absent) continue;
+    if (setup_.layout.units[unit].part_bytes > 0) continue;
     if (!start_fill(unit, Urgency::ahead)) return;
   }
 }
@@ -260,24 +262,28 @@ void Gatherer::make_copies() {
 /// The block stays since it is being filled, the weights' home since whoever changes it invalidates the block
 /// first, and a slot since it is lent.
 void Gatherer::make(const Copy& copy) {
-  const ChunkState& state = model_.chunks[copy.chunk];
-  const std::byte* weights = weights_in_memory(copy.chunk);
-  if (weights == nullptr && !state.extents[0].empty())  // its slot was given up since
+  const auto bytes = static_cast<size_t>(setup_.component_bytes(copy.chunk, Component::hi));
+  if (!copy_from_memory(copy.chunk, 0, {place_of(*copy.block, copy.chunk), bytes}))  // its slot was given up
     return fetch(*copy.block, copy.chunk, copy.urgency);
+  arrived(*copy.block);
+}
+
+bool Gatherer::copy_from_memory(int32_t chunk, int64_t begin, std::span<std::byte> to) {
+  const ChunkState& state = model_.chunks[chunk];
+  const std::byte* weights = weights_in_memory(chunk);
+  if (weights == nullptr && !state.extents[0].empty()) return false;
   const bool from_slot = weights != nullptr && weights == state.staged_weights;
-  if (from_slot) slots_->lend(copy.chunk);
+  if (from_slot) slots_->lend(chunk);
   {
-    std::byte* const to = place_of(*copy.block, copy.chunk);
-    const auto bytes = static_cast<size_t>(setup_.component_bytes(copy.chunk, Component::hi));
     const Unlocked unlocked(core_.mutex());
     if (weights != nullptr) {
-      std::memcpy(to, weights, bytes);
+      std::memcpy(to.data(), weights + begin, to.size());
     } else {
-      std::memset(to, 0, bytes);  // never written
+      std::memset(to.data(), 0, to.size());  // never written
     }
   }
-  if (from_slot) slots_->returned(copy.chunk);
-  arrived(*copy.block);
+  if (from_slot) slots_->returned(chunk);
+  return true;
 }
 
 void Gatherer::on_fetched(io::Transfer& transfer) noexcept {
@@ -365,6 +371,7 @@ void Gatherer::copy_to_host(const Block& block, std::span<std::byte> to, const s
 
 void Gatherer::invalidate(std::span<const int32_t> units) {
   make_copies();
+  parts_.forget();
   if (serve_.unit >= 0) {
     core_.wait([&]() REQUIRES(engine_mutex) { return serve_.arriving == 0; }, Cause::reads);
     serve_.unit = -1;

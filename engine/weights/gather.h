@@ -18,6 +18,7 @@
 #include "engine/core/model_states.h"
 #include "engine/memory/range_allocator.h"
 #include "engine/plan/setup.h"
+#include "engine/weights/part_reader.h"
 #include "engine/weights/trace.h"
 
 namespace overspill::engine {
@@ -64,6 +65,17 @@ class Gatherer {
   /// Copies a chunk's new weights to the unit's block, if that waits for them. Called by the worker that made
   /// them, which has exclusive use of them.
   void deliver(int32_t chunk, const std::byte* weights) MAY_RELEASE(engine_mutex);
+
+  /// Whether a chunk's newest weights can be had without a read from the store: they are in memory, or were
+  /// never written, which means zeros.
+  bool in_memory(int32_t chunk) const REQUIRES(engine_mutex) {
+    return weights_in_memory(chunk) != nullptr || model_.chunks[chunk].extents[0].empty();
+  }
+  /// Copies these weights, from byte `begin` of the chunk on. False: only the store has them.
+  bool copy_from_memory(int32_t chunk, int64_t begin, std::span<std::byte> to) MAY_RELEASE(engine_mutex);
+
+  /// Weights that are read in parts.
+  PartReader& parts() { return parts_; }
 
   /// Gives up the gathered blocks of units whose weights are about to change. Waits for reads in flight.
   void invalidate(std::span<const int32_t> units) MAY_RELEASE(engine_mutex);
@@ -176,6 +188,7 @@ class Gatherer {
   Block serve_ GUARDED_BY(engine_mutex);  // a shard on its way to other ranks; unit -1: none
   std::vector<Fetch> serve_fetches_ GUARDED_BY(engine_mutex);  // by chunk
   std::vector<Block*> pinned_ GUARDED_BY(engine_mutex);
+  PartReader parts_;
 };
 
 }  // namespace overspill::engine

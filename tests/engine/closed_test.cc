@@ -52,6 +52,8 @@ const Calls& refused() {
       {"acquire", [](Engine& e) { (void)e.acquire(0, engine::Queue{}); }},
       {"keep_activation", [](Engine& e) { (void)e.keep_activation({}); }},
       {"resident_now", [](Engine& e) { e.resident_now(0); }},
+      {"read_part", [](Engine& e) { e.read_part(0, 0, 0, bytes()); }},
+      {"begin_gradient", [](Engine& e) { (void)e.begin_gradient(0, 0, "F32"); }},
       {"written", [](Engine& e) { e.written(0, 0, bytes().first(6208 * 2)); }},
       {"add_gradient", [](Engine& e) { e.add_gradient(0, 0, bytes(), "F32"); }},
       {"add_gradient",

@@ -3,6 +3,13 @@
 
 #include <gtest/gtest.h>
 
+#include <string>
+#include <vector>
+
+#include "engine/memory/budget.h"
+#include "engine/partition/layout.h"
+#include "engine/plan/plan.h"
+
 namespace overspill::engine {
 namespace {
 
@@ -33,6 +40,38 @@ TEST(HeldAtOnce, CountsWhatAllBlocksShareWithEach) {
 
 TEST(HeldAtOnce, IsNotLessWhereOthersAreLarger) {
   EXPECT_EQ(held_at_once({{100}, {90}, {80}, {1, 0}, {1, 0}}, 0), 270);
+}
+
+// ---- the arena
+
+/// Eight units of 512 KiB.
+Plan plan_of(int64_t budget) {
+  std::vector<UnitSpec> units(8);
+  for (size_t u = 0; u < units.size(); ++u) {
+    units[u].name = "unit" + std::to_string(u);
+    units[u].segments.resize(1);
+    units[u].segments[0].name = "w" + std::to_string(u);
+    units[u].segments[0].shape = {512, 512};
+  }
+  Config config;
+  config.host_budget_bytes = budget;
+  config.nvme = {"/nowhere"};
+  config.chunk_elements = 4096;
+  return make_plan(make_layout(units, config.chunk_elements, 0, 1), config, {.shares_host_memory = true});
+}
+
+TEST(GatherArena, HasRoomForFurtherUnitsBeforeWeightsComeHome) {
+  constexpr int64_t kUnit = (512 << 10) + 4096;
+  int64_t least = 0;
+  for (int64_t budget = 1 << 20; least == 0; budget += 16 << 10) {
+    try {
+      EXPECT_EQ(plan_of(budget).gather_host_bytes, 3 * kUnit) << "the least budget has the least arena";
+      least = budget;
+    } catch (const BudgetError&) {
+    }
+  }
+  EXPECT_EQ(plan_of(least + kUnit).gather_host_bytes, 4 * kUnit);
+  EXPECT_GE(plan_of(least + 2 * kUnit + (64 << 10)).gather_host_bytes, 5 * kUnit);
 }
 
 }  // namespace

@@ -28,6 +28,7 @@ SAMPLES = {
     "compile": (True, "--no-compile", True, False),
     "activations": ("3MiB", "7MiB", 3 << 20, 7 << 20),
     "logits": ("3MiB", "7MiB", 3 << 20, 7 << 20),
+    "tile": ("3MiB", "7MiB", 3 << 20, 7 << 20),
     "host_budget": ("3MiB", "7MiB", 3 << 20, 7 << 20),
     "nvme": (["a"], "b", "a", "b"),
     "device_budget": ("3MiB", "7MiB", 3 << 20, 7 << 20),

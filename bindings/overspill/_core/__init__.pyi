@@ -35,6 +35,7 @@ __all__: list[str] = [
     "ModelError",
     "NoRoom",
     "OverspillError",
+    "PartedGradient",
     "Plan",
     "QueueFull",
     "Segment",
@@ -139,6 +140,7 @@ class Unit:
         optimizer: str = "adam",
         packing: str = "",
         together: typing.SupportsInt | typing.SupportsIndex = -1,
+        part_bytes: typing.SupportsInt | typing.SupportsIndex = 0,
     ) -> None: ...
     @property
     def dtype(self) -> str: ...
@@ -282,6 +284,12 @@ class Engine:
         arg4: str,
     ) -> None: ...
     def begin_backward(self) -> None: ...
+    def begin_gradient(
+        self,
+        unit: typing.SupportsInt | typing.SupportsIndex,
+        segment: typing.SupportsInt | typing.SupportsIndex,
+        dtype: str,
+    ) -> PartedGradient: ...
     def begin_pass(self, training: bool, grad_enabled: bool) -> None: ...
     def clear_gradients(
         self,
@@ -347,6 +355,14 @@ class Engine:
         arg0: typing.SupportsInt | typing.SupportsIndex,
         arg1: typing.SupportsInt | typing.SupportsIndex,
         arg2: str,
+        arg3: typing.SupportsInt | typing.SupportsIndex,
+        arg4: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def read_part(
+        self,
+        arg0: typing.SupportsInt | typing.SupportsIndex,
+        arg1: typing.SupportsInt | typing.SupportsIndex,
+        arg2: typing.SupportsInt | typing.SupportsIndex,
         arg3: typing.SupportsInt | typing.SupportsIndex,
         arg4: typing.SupportsInt | typing.SupportsIndex,
     ) -> None: ...
@@ -479,6 +495,24 @@ class Activation:
     ) -> None:
         """
         Fills memory of as many bytes; waits for them.
+        """
+
+class PartedGradient:
+    def add(
+        self,
+        address: typing.SupportsInt | typing.SupportsIndex,
+        bytes: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None:
+        """
+        The elements that follow those given before.
+        """
+    def break_off(self) -> None:
+        """
+        The segment has no gradient now.
+        """
+    def finish(self) -> None:
+        """
+        From now on the segment has the gradient.
         """
 
 class CheckpointParameters:

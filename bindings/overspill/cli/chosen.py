@@ -289,7 +289,7 @@ def _effective(name: str, value: Any, config: Config) -> Any:
 def _alike(name: str, typed: Any, said: Any) -> bool:
     from overspill.config.values import parse_size
 
-    if name in ("host_budget", "device_budget", "activations", "logits"):
+    if name in ("host_budget", "device_budget", "activations", "logits", "tile"):
         try:
             return typed == parse_size(said)
         except ValueError:
@@ -304,7 +304,9 @@ def _shown(name: str, value: Any) -> str:
 
     if isinstance(value, list):
         return " ".join(map(str, value))
-    return human(value) if name.endswith("budget") or name in ("activations", "logits") else str(value)
+    return (
+        human(value) if name.endswith("budget") or name in ("activations", "logits", "tile") else str(value)
+    )
 
 
 def _typing(name: str, value: Any) -> str:

@@ -104,12 +104,13 @@ def plan(model, config) -> Plan:
     from overspill import _core
     from overspill.config import Config
     from overspill.groups import make_groups
-    from overspill.handover import core_units
+    from overspill.handover import core_units, mark_tiles
     from overspill.packed import chosen as packings_of
     from overspill.units import partition
 
     settings = Config.read(config)
     specs = partition(model, packings=packings_of(model, settings.frozen.format))
+    mark_tiles(model, settings, specs)
     groups = make_groups(settings.optimizer, model.parameters())
     return Plan.of(_core.plan(core_units(model, settings, specs, [groups]), settings.to_core(_core)))
 

@@ -56,6 +56,7 @@ class Settings:
     compile: bool = _field(False, fixed=False, key="engine.compile")
     activations: int | None = _field(None, fixed=False, key="budget.activations", least=0)
     logits: int | None = _field(None, fixed=False, key="budget.logits", least=1 << 20)
+    tile: int | None = _field(None, fixed=False, key="budget.tile", least=1 << 16)
     lora_rank: int | None = _field(None, fixed=True, key=None, least=1)
     lora_alpha: float | None = _field(None, fixed=True, key=None, least=0)
     lora_dropout: float = _field(0.0, fixed=True, key=None, least=0)

@@ -192,6 +192,13 @@ def _add_course(parser: argparse.ArgumentParser) -> None:
         help="the most that logits take at once, e.g. 256MiB: their loss is computed in tiles of tokens (default: all "
         "logits are there at once)",
     )
+    add(
+        "--tile",
+        type=size,
+        metavar="SIZE",
+        help="compute linear layers and embeddings whose weight is larger than SIZE, e.g. 64MiB, in tiles of SIZE "
+        "(default: weights are whole)",
+    )
 
 
 def _add_process(parser: argparse.ArgumentParser) -> None:

@@ -95,6 +95,10 @@ class Budget(Section):
     """The most that logits, in fp32, may take at once: where a linear layer outside the model's blocks makes more, the
     engine computes their loss in tiles of tokens (docs/activations.md#logits). Sums are then in another order. null:
     logits are whole."""
+    tile: Annotated[Bytes | None, Field(ge=1 << 16)] = None
+    """Linear layers and embeddings whose weight takes more than this are computed in tiles of so many bytes, so that no
+    weight has to fit into `host` whole (docs/large-models.md#a-weight-larger-than-memory). Sums are then in another
+    order. Only on one rank, and where the CPU computes. null: weights are whole."""
     endurance_tbw: Float | None = Field(None, ge=0)
     """Terabytes that each of their drives is rated to be written, from its data sheet. Only reports use it. null: what
     the drive tells."""
@@ -351,6 +355,8 @@ class Config(Section):
             self._check_process(self.budget.process, flat.device)
         if self.engine.partition_activations and place is not None:
             self._check_partition(flat.device, part is not None)
+        if self.budget.tile is not None:
+            self._check_tile(self.budget.tile, flat.device, alone=rank is None and part is None)
         if self.budget.activations is not None:
             self._check_activations(self.budget.activations, flat.device)
         # Containers count processes by themselves: two on one disk may both be process 1.
@@ -407,6 +413,19 @@ class Config(Section):
             raise ConfigError(
                 f"{wanted}: divides the inputs of blocks that backward computes again: set engine.recompute = "
                 '"blocks", or leave it out'
+            )
+
+    def _check_tile(self, size: int, device: str, alone: bool) -> None:
+        why = (
+            f'where the model computes on {device}: compute on the CPU (engine.device = "host")' if device != "host"
+            else "with several ranks: train in one process" if not alone
+            else "with engine.compile: leave that out" if self.engine.compile
+            else "with vertical_accumulation: leave that out" if self.vertical_accumulation
+            else None
+        )  # fmt: skip
+        if why is not None:
+            raise NotSupportedHere(
+                f"config: budget.tile = {size}: not supported {why}, or leave budget.tile out"
             )
 
     def _check_activations(self, size: int, device: str) -> None:
