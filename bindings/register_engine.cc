@@ -355,6 +355,18 @@ void register_looks(EngineClass& cls) {
              }
              return out;
            })
+      .def("take_device_spans",
+           [](Engine& self) {
+             std::vector<engine::DeviceSpan> spans;
+             {
+               const py::gil_scoped_release release;
+               spans = self.take_device_spans();
+             }
+             py::list out;
+             for (const engine::DeviceSpan& s : spans)
+               out.append(py::make_tuple(s.begin_ns, s.end_ns, engine::span_name(s.kind), s.unit));
+             return out;
+           })
       .def("write_chrome_trace", &write_chrome_trace, py::arg("path"), Released());
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from . import given, memory
+from . import given, memory, timeline
 from .config import Config
 from .plan import Plan
 from .residency import Residency
@@ -17,6 +17,7 @@ class Figures:
 
     _settings: Config
     _residency: Residency
+    world_size: int
 
     def stats(self) -> dict[str, Any]:
         """The core's figures, at any time and in any thread: steps, bytes by tier, each disk's bytes and latencies
@@ -53,15 +54,35 @@ class Figures:
         Args:
             path: a JSON file in a folder that is there; it is replaced
 
-        Raises: OSError where it cannot be written.
+        Raises: OSError where it cannot be written, RuntimeError where a trace or a timeline is being recorded.
         """
         file = given.file("trace", path)
-        self._residency.core.record_journal(True)
-        try:
+        core = self._residency.core
+        with timeline.recording(self._residency) as last:
+            last.append(lambda: core.write_chrome_trace(file))
             yield
-        finally:
-            self._residency.core.record_journal(False)
-            self._residency.core.write_chrome_trace(file)
+
+    @contextmanager
+    def timeline(self, path: Any) -> Iterator[None]:
+        """Shows what happens inside the `with`: which weights, gradients and states are on their way or in buffers, and
+        what the caller waits for (docs/step.md#timeline). Of this rank. Record a few steps: notes are kept in memory.
+
+        Args:
+            path: a page (.html), which needs no network; a picture (.svg, .png); or the figures for `overspill
+                timeline` (.json). In a folder that is there; it is replaced, after an error in the block too
+
+        Raises:
+            ValueError: another ending
+            RuntimeError: a trace or a timeline is being recorded
+            MissingExtra: a picture, and matplotlib is not installed
+            OSError: the file cannot be written
+        """
+        file, settings = timeline.check("timeline", path), self._settings
+        width = 4 if settings.gradient_accumulation_steps > 1 else 0
+        divided = settings.zero_optimization.stage > 0
+        shards = self.world_size if divided else 1
+        with timeline.recorded(self._residency, width, settings.engine.chunk_elements, shards, file):
+            yield
 
     @property
     def plan(self) -> Plan:

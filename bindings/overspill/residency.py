@@ -84,6 +84,7 @@ class Residency:
         self.told_what_is_kept = False  # of blocks that recompute.py was to compute again
         self.tiled: str | None = None  # which logits are made in tiles, in words
         self.tiled_layers: str | None = None  # which layers are computed in tiles, in words
+        self.recording = False  # engine.trace or engine.timeline is
         self.told_whole: set[int] = set()  # units that are read in tiles, and were used whole
         self.told_of_compiler = False  # of the script's, which gains nothing
         self.recomputes: str | None = None  # what of the model, in words

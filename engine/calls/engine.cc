@@ -162,7 +162,10 @@ void Engine::begin_pass(PassKind kind) {
   const InCall call(m.core);
   const MutexLock guard(m.core.mutex());
   m.core.check();
-  if (kind.training && kind.grad_enabled) m.core.meter.enter(Phase::forward);
+  if (kind.training && kind.grad_enabled) {
+    m.core.meter.enter(Phase::forward);
+    m.core.journal.note(Happening::forward, -1);
+  }
   m.gatherer.trace().begin(kind);
   if (kind.training && kind.grad_enabled) m.updater.resume();
   m.updater.pump();
@@ -172,6 +175,7 @@ void Engine::begin_backward() {
   Machine& m = machine();
   const MutexLock guard(m.core.mutex());
   m.core.meter.enter(Phase::backward);
+  m.core.journal.note(Happening::backward, -1);
 }
 
 Lease Engine::acquire(int32_t unit) {

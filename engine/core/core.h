@@ -28,7 +28,8 @@ class Core final : public Monitor {
  public:
   /// `store_in` and `watch` as for StoreGate. `units`: how many the model has.
   Core(size_t units, std::unique_ptr<io::Store> store_in, std::shared_ptr<io::StallWatch> watch)
-      : meter(kernels::steady_now_ns, units), store(*this, meter, std::move(store_in), std::move(watch)) {}
+      : meter(kernels::steady_now_ns, units),
+        store(*this, meter, journal, std::move(store_in), std::move(watch)) {}
 
   /// Waits until done() is true and counts the time for the report, under `cause`; `unit` goes into the
   /// journal. Returns the nanoseconds. Throws EngineFailed when the engine fails meanwhile.
@@ -52,7 +53,7 @@ int64_t Core::wait(Done done, Cause cause, int32_t unit) {
   check();
   if (done()) return 0;
   const int64_t start = kernels::steady_now_ns();
-  journal.note(Happening::waiting, unit);
+  journal.note(Happening::waiting, unit, -1, static_cast<int32_t>(cause));
   meter.begin(Activity::wait);
   const auto over = [&]() REQUIRES(engine_mutex) { return !failure.empty() || done(); };
   while (!over() && store.poll()) {

@@ -86,11 +86,15 @@ io::Extent StoreGate::allocate(int64_t bytes) {
 void StoreGate::submit(io::Transfer& transfer) {
   transfer.error.reset();
   meter_.begin(activity_of(transfer));
+  const int32_t kind = transfer.kind == io::Transfer::Kind::read ? 0 : 1;
+  if (under_way_[static_cast<size_t>(kind)]++ == 0) journal_.note(Happening::disk_busy, -1, kind);
   store_->submit(transfer);
 }
 
 void StoreGate::completed(const io::Transfer& transfer) {
   meter_.end(activity_of(transfer));
+  const int32_t kind = transfer.kind == io::Transfer::Kind::read ? 0 : 1;
+  if (--under_way_[static_cast<size_t>(kind)] == 0) journal_.note(Happening::disk_rests, -1, kind);
   meter_.moved(activity_of(transfer), transfer.extent.bytes);
 }
 

@@ -2,10 +2,12 @@
 // once the last of them has returned.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 
 #include "engine/core/monitor.h"
+#include "engine/telemetry/journal.h"
 #include "engine/telemetry/report.h"
 #include "io/stall_watch.h"
 #include "io/store.h"
@@ -15,10 +17,14 @@ namespace overspill::engine {
 class StoreGate {
  public:
   /// `store` may be null where the plan puts nothing on NVMe, `watch` where nothing is to be watched.
-  /// `monitor` and `meter` outlive the gate.
-  StoreGate(Monitor& monitor, StepMeter& meter, std::unique_ptr<io::Store> store,
+  /// `monitor`, `meter` and `journal` outlive the gate.
+  StoreGate(Monitor& monitor, StepMeter& meter, Journal& journal, std::unique_ptr<io::Store> store,
             std::shared_ptr<io::StallWatch> watch)
-      : monitor_(monitor), meter_(meter), store_(std::move(store)), watch_(std::move(watch)) {}
+      : monitor_(monitor),
+        meter_(meter),
+        journal_(journal),
+        store_(std::move(store)),
+        watch_(std::move(watch)) {}
   StoreGate(const StoreGate&) = delete;
   StoreGate& operator=(const StoreGate&) = delete;
 
@@ -66,6 +72,8 @@ class StoreGate {
 
   Monitor& monitor_;
   StepMeter& meter_ GUARDED_BY(engine_mutex);
+  Journal& journal_ GUARDED_BY(engine_mutex);
+  std::array<int64_t, 2> under_way_ GUARDED_BY(engine_mutex){};  // reads and writes of the schedule
   std::unique_ptr<io::Store> store_;
   const std::shared_ptr<io::StallWatch> watch_;
   int64_t reserved_bytes_ GUARDED_BY(engine_mutex) = 0;

@@ -49,6 +49,13 @@ class ChromeTrace {
     const std::string& unit = e.unit >= 0 ? layout_.units[e.unit].name : none_;
     const Key slot{"ring", e.slot};
     switch (e.happening) {
+      case Happening::forward:
+      case Happening::backward:
+        return instant(happening_name(e.happening), e.time_ns);
+      case Happening::disk_busy:
+        return begin({"disk", e.chunk}, e.chunk == 0 ? "disks read" : "disks write", e.time_ns);
+      case Happening::disk_rests:
+        return end({"disk", e.chunk}, e.time_ns);
       case Happening::acquired:
         return instant("acquire " + unit, e.time_ns);
       case Happening::stepped:

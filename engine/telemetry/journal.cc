@@ -9,6 +9,10 @@ namespace overspill::engine {
 
 const char* happening_name(Happening happening) {
   switch (happening) {
+    case Happening::forward:
+      return "forward";
+    case Happening::backward:
+      return "backward";
     case Happening::acquired:
       return "acquired";
     case Happening::waiting:
@@ -43,6 +47,24 @@ const char* happening_name(Happening happening) {
       return "writing";
     case Happening::written:
       return "written";
+    case Happening::disk_busy:
+      return "disk_busy";
+    case Happening::disk_rests:
+      return "disk_rests";
+  }
+  return "?";
+}
+
+const char* span_name(DeviceSpan::Kind kind) {
+  switch (kind) {
+    case DeviceSpan::Kind::copy_up:
+      return "copy_up";
+    case DeviceSpan::Kind::compute:
+      return "compute";
+    case DeviceSpan::Kind::copy_down:
+      return "copy_down";
+    case DeviceSpan::Kind::update:
+      return "update";
   }
   return "?";
 }

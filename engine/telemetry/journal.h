@@ -10,23 +10,27 @@
 namespace overspill::engine {
 
 enum class Happening : uint8_t {
-  acquired,   // a unit's weights were leased
-  waiting,    // a caller waits, for this unit if there is one
-  resumed,    // it goes on
-  stepped,    // step() has decided
-  freed,      // a unit's gathered block was given up
-  gathering,  // a unit's block was taken, reads begin
-  gathered,   // its weights are all there
-  gradient,   // a segment's gradient arrived
-  scheduled,  // step() scheduled a chunk's update
-  reading,    // states: extents -> slot
-  staged,     // states are in the slot
-  updating,   // a worker began the update
-  updated,    // weights are new
-  guessing,   // a worker began an update whose factors are guessed
-  guessed,    // the guessed version is there
-  writing,    // slot -> new extents
-  written,    // the slot is free
+  forward,     // begin_pass() of a training pass
+  backward,    // begin_backward()
+  acquired,    // a unit's weights were leased
+  waiting,     // a caller waits, for this unit if there is one
+  resumed,     // it goes on
+  stepped,     // step() has decided
+  freed,       // a unit's gathered block was given up
+  gathering,   // a unit's block was taken, reads begin
+  gathered,    // its weights are all there
+  gradient,    // a segment's gradient arrived
+  scheduled,   // step() scheduled a chunk's update
+  reading,     // states: extents -> slot
+  staged,      // states are in the slot
+  updating,    // a worker began the update
+  updated,     // weights are new
+  guessing,    // a worker began an update whose factors are guessed
+  guessed,     // the guessed version is there
+  writing,     // slot -> new extents
+  written,     // the slot is free
+  disk_busy,   // a read (chunk 0) or a write (1) of the schedule was submitted, and none was under way before
+  disk_rests,  // the last of them has ended
 };
 
 const char* happening_name(Happening happening);
@@ -36,7 +40,7 @@ struct JournalEntry {
   Happening happening = Happening::acquired;
   int32_t unit = -1;
   int32_t chunk = -1;
-  int32_t slot = -1;
+  int32_t slot = -1;  // of `waiting`: the Cause (telemetry/report.h)
 };
 
 /// What the device did, by its own events.
@@ -53,6 +57,8 @@ struct DeviceSpan {
   int64_t begin_ns = 0;         // steady clock
   int64_t end_ns = 0;
 };
+
+const char* span_name(DeviceSpan::Kind kind);
 
 /// Work that may still be under way.
 struct DeviceWork {

@@ -78,8 +78,26 @@ def test_a_trace_that_cannot_be_written_ends_no_run(bench, tmp_path, capsys):
     assert [line["step"] for line in tiny.log(out)] == [1, 2, 3, 4, 5]
 
 
+def test_a_timeline_of_a_run(bench, tmp_path, capsys):
+    """Recorded by the flag, shown by the command; too few steps, and the trace too, are told."""
+    out = tmp_path / "out"
+    few = {"eval_batches": 0, "accumulate": 1}
+    message = bench.fails(capsys, *bench.train_args(out, steps=5, trace=tmp_path / "t.json"), "--timeline")
+    assert (
+        "--trace and --timeline record the same two steps: give one of them" in message and not out.exists()
+    )
+    code, _, err = bench.main(capsys, *bench.train_args(out, steps=3, **few), "--timeline")
+    assert code == 0 and f"--timeline ({out / 'timeline.json'}) records the third and fourth step" in err
+    code, text, err = bench.main(capsys, "train", "--out", str(out), "--resume", "--steps", "8", "--timeline")
+    assert code == 0 and "--timeline" not in err
+    assert f"overspill timeline {out}" in text
+    code, text, _ = bench.main(capsys, "timeline", str(out))
+    assert code == 0 and f"{out / 'timeline.html'}: 2 steps in " in text
+    assert (out / "timeline.html").stat().st_size > 10_000
+
+
 def test_a_trace_whose_folder_went_ends_no_run(bench, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("overspill.cli.train.check_trace", lambda path: None)
+    monkeypatch.setattr("overspill.cli.train.check_trace", lambda *asked: None)
     trace = tmp_path / "gone/x.json"
     args = bench.train_args(tmp_path / "out", steps=5, eval_batches=0, accumulate=1, trace=trace)
     code, _, err = bench.main(capsys, *args)

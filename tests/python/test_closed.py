@@ -140,6 +140,7 @@ CALLS = {
     "save_checkpoint": lambda: engine.save_checkpoint(folder + "/again"),
     "save_pretrained": lambda: engine.save_pretrained(folder + "/model"),
     "trace": lambda: enter(engine.trace(folder + "/trace.json")),
+    "timeline": lambda: enter(engine.timeline(folder + "/steps.html")),
     "train_batch": lambda: engine.train_batch(iter([x] * 9), loss=lambda batch: engine(batch).square().mean()),
     "weight": lambda: engine.weight(parameter),
 }

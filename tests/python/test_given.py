@@ -115,10 +115,10 @@ def test_what_is_no_path_is_refused_by_name(which, start, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     value, error, message = WRONG_PATHS[which]
     engine = start(mlp())
-    for name in ("save_checkpoint", "load_checkpoint", "trace"):
+    for name in ("save_checkpoint", "load_checkpoint", "trace", "timeline"):
         with pytest.raises(error, match=rf"overspill: {name}: .*{message}"):
             called = getattr(engine, name)(value)
-            if name == "trace":
+            if name in ("trace", "timeline"):
                 called.__enter__()
     assert not list(tmp_path.iterdir())
     engine.save_checkpoint("saved")

@@ -17,6 +17,7 @@ COMMANDS = (
     "doctor",
     "plan",
     "train",
+    "timeline",
     "verify",
     "checkpoint",
     "merge",
@@ -34,6 +35,7 @@ EXAMPLES = """examples:
   overspill plan --model ./smollm2 --host-budget 600MiB --nvme /mnt/disk
   overspill train --model ./smollm2 --data ./texts --host-budget 600MiB --nvme /mnt/disk --out runs/first --steps 40
   overspill train --out runs/first --resume
+  overspill timeline runs/first
   overspill verify runs/first/checkpoints/step-000040
   overspill checkpoint ls runs/first
   overspill merge runs/first/checkpoints/step-000040 ./tuned --dtype bf16

@@ -1,4 +1,4 @@
-"""What a run leaves for other tools: a trace of two steps, and its curves in TensorBoard or Weights & Biases."""
+"""What a run leaves for other tools: two steps as they went, and its curves in TensorBoard or Weights & Biases."""
 
 import contextlib
 import hashlib
@@ -6,31 +6,43 @@ import importlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from overspill.cli.common import CliError, describe
 
 NONE = "none"
 
 
+class Record(NamedTuple):
+    """The option that asks for it, and the file."""
+
+    option: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.option} {self.path}" if self.option == "--trace" else f"{self.option} ({self.path})"
+
+
 class Recorder:
-    """Entered around each step: from the third on, two of them are recorded to `path`, if there is one. Training does
-    not depend on the trace: `warn` is told where it is not written, or holds less than that, and the run goes on."""
+    """Entered around each step: from the third on, two of them are recorded, if `asked` says to what. Training does not
+    depend on the record: `warn` is told where it is not written, or holds less than that, and the run goes on."""
 
     FIRST, STEPS = 3, 2
 
-    def __init__(self, engine: Any, path: str | None, warn: Callable[[str], None]):
-        self.engine, self.path, self.warn, self.step = engine, path, warn, 0
+    def __init__(self, engine: Any, asked: Record | None, warn: Callable[[str], None]):
+        self.engine, self.asked, self.warn, self.step = engine, asked, warn, 0
         self.recording = contextlib.ExitStack()
+        self.has_timeline = False
 
     def __enter__(self) -> None:
         self.step += 1
-        if self.path and self.step == self.FIRST:
+        if self.asked is not None and self.step == self.FIRST:
+            record = self.engine.trace if self.asked.option == "--trace" else self.engine.timeline
             try:
-                self.recording.enter_context(self.engine.trace(self.path))
-            except OSError as error:  # its folder went since the start
-                self.warn(f"overspill: --trace {self.path} was not written: {error}")
-                self.path = None
+                self.recording.enter_context(record(self.asked.path))
+            except Exception as error:  # its folder went since the start, for instance
+                self.warn(f"overspill: {self.asked} was not written: {error}")
+                self.asked = None
 
     def __exit__(self, error: Any, *_: Any) -> None:
         if error or self.step == self.FIRST + self.STEPS - 1:
@@ -39,24 +51,31 @@ class Recorder:
     def finish(self, made: int) -> None:
         """After the last step. `made`: steps that were finished, which may be fewer than those to record."""
         self._write()
-        if self.path and made < self.FIRST + self.STEPS - 1:
+        self.has_timeline = (
+            self.asked is not None and self.asked.option == "--timeline" and self.step >= self.FIRST
+        )
+        if self.asked is not None and made < self.FIRST + self.STEPS - 1:
             outcome = "the file holds less" if self.step >= self.FIRST else "nothing was written"
             self.warn(
-                f"overspill: --trace {self.path} records the third and fourth step of a process, and this one "
+                f"overspill: {self.asked} records the third and fourth step of a process, and this one "
                 f"finished {made}: {outcome}; give more --steps"
             )
 
     def _write(self) -> None:
         try:
             self.recording.close()
-        except (OSError, RuntimeError) as error:
-            self.warn(f"overspill: --trace {self.path} was not written: {error}")
+        except Exception as error:  # whatever a full disk, or a library of pictures, raises
+            self.warn(f"overspill: {self.asked} was not written: {error}")
+            self.asked = None
 
 
-def check_trace(path: str | None) -> None:
-    """Raises CliError for a place where no trace can be written: it is known before the first step."""
+def check_trace(path: str | None, and_timeline: bool = False) -> None:
+    """Raises CliError for a place where no trace can be written: it is known before the first step. `and_timeline`:
+    that is asked for, too."""
     if path is None:
         return
+    if and_timeline:
+        raise CliError("--trace and --timeline record the same two steps: give one of them")
     folder = Path(path).parent
     if Path(path).is_dir():
         raise CliError(f"--trace {path} is a folder; name a file")

@@ -5,6 +5,7 @@ log.jsonl                     one line a step
 log.jsonl.abandoned-1         the log of a run that began anew, since nothing of it was saved
 checkpoints/step-000040/      what core.save wrote, and hf/: config and tokenizer files for merge (checkpoints.py)
 plot.png
+timeline.json                 two steps, where train was asked for them (overspill timeline)
 lock                          held by the process that trains (run_lock.py)
 """
 
@@ -24,7 +25,9 @@ from overspill.cli.common import CliError
 from overspill.cli.run_lock import RunLock
 from overspill.saves import is_complete, rename_aside
 
-PART = re.compile(r"(run\.json|log\.jsonl|plot\.png)\.part(-[0-9a-f]{8})?")  # a write that a kill cut short
+PART = re.compile(
+    r"(run\.json|log\.jsonl|plot\.png|timeline\.(json|html))\.part(-[0-9a-f]{8})?"
+)  # a write that a kill cut short
 ENGINES = re.compile(r"overspill-.+")  # what an engine makes in a folder for NVMe
 NEEDED = (
     "loss",
@@ -45,6 +48,7 @@ class RunFolder:
         self.log_path = self.path / "log.jsonl"
         self.checkpoints = Checkpoints(self.path / "checkpoints")
         self.plot_path = self.path / "plot.png"
+        self.timeline_path = self.path / "timeline.json"
         self._run_json = self.path / "run.json"
         self._lock: RunLock | None = None
         self._unwritten = ""  # lines of the log for which there was no room

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from overspill.cli.common import CliError, describe, load_tokenizer, quiet_trans
 from overspill.cli.leftovers import remove_unfinished
 from overspill.cli.output import say, warn
 from overspill.cli.ranks import Ranks, SharedStop, on_this_machine
-from overspill.cli.recorder import Board, Recorder, boards
+from overspill.cli.recorder import Board, Record, Recorder, boards
 from overspill.cli.run_folder import SAVED, RunFolder
 from overspill.cli.save_orders import SaveOrders
 from overspill.cli.saving import Saver
@@ -44,7 +45,7 @@ class Session:
         stored: dict[str, Any] | None,
         checkpoint: Path | None,
         stack: contextlib.ExitStack,
-        trace: str | None,
+        record: Record | None,
         ranks: Ranks,
     ):
         quiet_transformers()
@@ -56,7 +57,8 @@ class Session:
 
         settings = chosen.settings
         self.folder, self.chosen, self.settings, self.ranks = folder, chosen, settings, ranks
-        self.trace = trace if ranks.first else None
+        self.record = record if ranks.first else None
+        self.shows_steps = False  # a timeline was recorded
         self.base, self.began_before = checkpoint, stored is not None
         if settings.torch_threads:
             torch.set_num_threads(settings.torch_threads)
@@ -290,7 +292,7 @@ class Session:
             if self.loop.step == 0:
                 self._measure("before", display)
                 hook(self.loop)
-            recorder = Recorder(self.engine, self.trace, warn)
+            recorder = Recorder(self.engine, self.record, warn)
             while not self.reached and not self._stops():
                 with recorder:
                     record = self.loop.train_step()
@@ -305,6 +307,7 @@ class Session:
                 if self._measures_now():
                     self._measure(f"at step {self.loop.step}", display)
             recorder.finish(self.loop.steps_here)
+            self.shows_steps = recorder.has_timeline
             if self.loop.step > 0:
                 self._save(lambda saver: saver.finish(self.loop.step, prune=not self.stop))
             self._show = say
@@ -395,6 +398,8 @@ class Session:
         say(f"checkpoint {newest}")
         if plotted:
             say(f"plot {path}")
+        if self.shows_steps:
+            say(f"two steps: overspill timeline {shlex.quote(str(self.folder.path))}")
         return 0
 
     @property

@@ -41,7 +41,7 @@ from overspill.cli.common import (
 )
 from overspill.cli.device import require
 from overspill.cli.ranks import Ranks
-from overspill.cli.recorder import check_boards, check_trace
+from overspill.cli.recorder import Record, check_boards, check_trace
 from overspill.cli.run_folder import RunFolder
 from overspill.cli.session import Session
 from overspill.cli.settings import (
@@ -272,6 +272,11 @@ def _add_looks(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="record this process's third and fourth step, each buffer by its layer, for ui.perfetto.dev",
     )
+    add(
+        "--timeline",
+        action="store_true",
+        help="record this process's third and fourth step; overspill timeline OUT shows them",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -291,7 +296,7 @@ def _train(args: argparse.Namespace, hook, summarise: Callable[[Session], Any]) 
         stack.callback(ranks.close)
         stack.push(ranks.end_others)
         with ranks.all_or_none():
-            check_trace(args.trace)
+            check_trace(args.trace, args.timeline)
             folder = RunFolder(args.out)
             folder.check(args.resume is not None)
             stack.callback(folder.unlock)
@@ -308,7 +313,7 @@ def _train(args: argparse.Namespace, hook, summarise: Callable[[Session], Any]) 
             model_folder(Path(chosen.settings.model))
             checkpoint = _checkpoint(folder, args.resume, stored)
             require(chosen.config.engine.device, chosen.config.budget.device)
-        session = Session(folder, chosen, stored, checkpoint, stack, args.trace, ranks)
+        session = Session(folder, chosen, stored, checkpoint, stack, _record(args, folder), ranks)
         session.begin()
         try:
             code = session.train(hook)
@@ -319,6 +324,13 @@ def _train(args: argparse.Namespace, hook, summarise: Callable[[Session], Any]) 
             hint = "" if args.debug else told.hint
             raise CliError(f"{told.text}{hint}{_last_good(session)}") from error
         return code, summarise(session)
+
+
+def _record(args: argparse.Namespace, folder: RunFolder) -> Record | None:
+    """Of two steps, where one is asked for."""
+    if args.timeline:
+        return Record("--timeline", str(folder.timeline_path))
+    return Record("--trace", args.trace) if args.trace else None
 
 
 def _check_saves(chosen: Chosen) -> None:
