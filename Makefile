@@ -55,10 +55,11 @@ fuzz:  ## Fuzz the readers of checkpoints and of model folders, FUZZ_SECONDS (60
 	@tools/setup --fuzz
 	@tools/fuzz
 
-bench-activations: build  ## Moved activations beside plain torch and gradient checkpointing: seconds and memory; 15 minutes
+bench-activations: build  ## Moved activations beside plain torch and gradient checkpointing: seconds and memory; then bench-limited; 40 minutes
 	@tools/keep_result activations $(PYTHON_VENV) bench/activations/run.py $(BENCH_ACTIVATIONS_ARGS)
+	@$(MAKE) --no-print-directory bench-limited
 
-bench-limited: build  ## 690 M at 4,096 tokens in a memory cgroup in which plain torch with checkpointing is killed; as root, 80 minutes
+bench-limited: build  ## 690 M at 4,096 tokens in a memory cgroup in which plain torch with checkpointing is killed; as root, 25 minutes
 	@tools/keep_result limited $(PYTHON_VENV) bench/activations/limited.py $(BENCH_LIMITED_ARGS)
 
 bench-adam: build-all  ## The update beside torch's, DeepSpeed's and the memory's limit, in turn; 8 minutes

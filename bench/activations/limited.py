@@ -16,7 +16,7 @@ ones, less 1; `nvme_activations_vs_recompute`: a step of `moved` over one of `re
 step of `moved` waits for most. A ratio is the median of the rounds' own. Needs root and cgroup v1. Ends with
 RESULT {json}.
 
-    bench/activations/limited.py                    690 M at 4,096 tokens; 40 minutes a round on 2 cores
+    bench/activations/limited.py                    690 M at 4,096 tokens; 25 minutes a round on 2 cores
     bench/activations/limited.py --quick            a small model; 5 minutes
 """
 
@@ -57,7 +57,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--host", type=float, default=4.0, help="budget.host, in GiB (default 4)")
     parser.add_argument("--arena", type=float, default=2.0, help="budget.activations, in GiB (default 2)")
     parser.add_argument("--logits", type=float, default=0.25, help="budget.logits, in GiB (default 0.25)")
-    parser.add_argument("--rounds", type=int, default=2, help="(default 2)")
+    parser.add_argument("--rounds", type=int, default=1, help="(default 1)")
     parser.add_argument("--steps", type=int, default=1, help="that are measured in a turn (default 1)")
     parser.add_argument("--quick", action="store_true", help="a small model; overrides the others")
     parser.add_argument("--folder", type=Path, default=Path("results"), help="on the disk; cleaned up")
