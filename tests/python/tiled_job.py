@@ -11,7 +11,7 @@ from torch import nn
 import overspill
 from overspill import memory
 
-WIDTH, ROWS = 4096, 8192
+WIDTH, ROWS = 4096, 16384
 
 
 def main(folder: str, tile: str | None, host: str) -> dict:
