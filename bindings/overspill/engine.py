@@ -20,7 +20,6 @@ from . import (
     accelerated,
     beyond,
     calls,
-    compiled,
     files,
     given,
     giving,
@@ -28,21 +27,18 @@ from . import (
     handover,
     hooks,
     loss_scaling,
-    moving,
     newcomers,
-    partitioned,
     parts,
     patches,
     place,
     ranks,
     reading,
-    recompute,
     saved,
     saving_behind,
     transformed,
     transport,
-    watch,
 )
+from .activations import moving, partitioned, recompute, watch
 from .config import Config
 from .config.values import check_folders
 from .ending import End
@@ -51,6 +47,7 @@ from .foreign import ForeignOptimizer
 from .gradients import Gradients
 from .groups import Groups
 from .init import materialise
+from .layers import compiled
 from .optimizer import OverspillOptimizer
 from .residency import Residency
 from .saving import Saving

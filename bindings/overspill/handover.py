@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _core, given, hooks, logits, packed, place, pretrained, ranks, recompute, tiled_layers
+from . import _core, given, hooks, packed, place, pretrained, ranks
+from .activations import recompute
 from .config import Config
 from .foreign import of_torch
 from .groups import Groups, choose_format, group_indices, has_float64, make_groups, unit_format
+from .layers import logits, tiled_layers
 from .parts import by_parameter, number
 from .segments import get_data, registry, set_data
 from .takeover import take_over

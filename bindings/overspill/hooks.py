@@ -13,25 +13,13 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import (
-    _core,
-    calls,
-    compiled,
-    gradients,
-    leases,
-    lending,
-    logits,
-    reading,
-    recompute,
-    residency,
-    showing,
-    tiled_layers,
-    vertical,
-)
+from . import _core, calls, gradients, leases, lending, reading, residency, showing, vertical
+from .activations import recompute
 from .calls import Call, books, here, in_backward, opaque
 from .divided import is_sharded
 from .guard import guard, units_of
-from .instead import Instead
+from .layers import compiled, logits, tiled_layers
+from .layers.instead import Instead
 from .memory import human
 from .residency import Residency
 from .segments import Segment, Unit, registry

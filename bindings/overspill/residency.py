@@ -28,7 +28,8 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 
-from . import files, forked, heap, leases, lending, moving, packed, place, ranks, recompute_plan, showing
+from . import files, forked, heap, leases, lending, packed, place, ranks, showing
+from .activations import moving, recompute_plan
 from .nan_memory import nan_like
 from .parts import Part
 from .segments import Unit, get_grad, registry, run_of, set_grad

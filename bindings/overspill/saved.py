@@ -19,10 +19,10 @@ from torch import nn
 from torch._C import DisableTorchFunction, _autograd
 
 from . import calls, leases, showing, vertical
+from .activations.moving import Moved
+from .activations.partitioned import Slice
 from .calls import books, in_backward
 from .divided import form_of, in_form, is_divided, memory_of
-from .moving import Moved
-from .partitioned import Slice
 from .segments import Segment, Unit, registry
 
 _PLAIN = (torch.Tensor, nn.Parameter)

@@ -10,7 +10,7 @@ from ranks_scene import batches, config
 from torch import nn
 
 import overspill
-from overspill import compiled
+from overspill.layers import compiled
 
 
 class Net(nn.Module):

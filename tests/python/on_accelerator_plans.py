@@ -18,7 +18,7 @@ from test_zoo import assert_same
 from torch import nn
 
 import overspill
-from overspill import compiled
+from overspill.layers import compiled
 
 pytest_plugins = "accelerator_scene"
 

@@ -12,7 +12,8 @@ from torch import nn
 from zoo import ZOO, build
 
 import overspill
-from overspill import _core, memory, moving
+from overspill import _core, memory
+from overspill.activations import moving
 from overspill.config import Config
 from plain import Plain
 

@@ -9,8 +9,8 @@ import pytest
 import tiny
 from checkpoint_scene import pieces_of
 
-from overspill import compiled
 from overspill.cli import troubles
+from overspill.layers import compiled
 
 pytest_plugins = "command_scene"
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import overspill
-from overspill import compiled
+from overspill.layers import compiled
 
 STEPS = 4
 WIDTH = 16

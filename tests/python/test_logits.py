@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import overspill
-from overspill import logits, tiles
+from overspill.layers import logits, tiles
 
 VOCABULARY, WIDTH, LENGTH = 2048, 16, 400  # of one batch: 2 x 400 x 2048 x 4 bytes, 6.25 MiB
 STEPS = 3

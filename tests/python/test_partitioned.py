@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import overspill
-from overspill import partitioned, recompute
+from overspill.activations import partitioned, recompute
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -24,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from zoo import ZOO, build
 
 import overspill
-from overspill import moving, recompute, units
+from overspill import units
+from overspill.activations import moving, recompute
 from plain import Plain
 
 pytest_plugins = "recompute_scene"

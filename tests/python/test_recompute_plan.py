@@ -11,7 +11,7 @@ from recompute_scene import ARENA, COMPUTES_AGAIN, HAVE_BLOCKS, Repeats, built, 
 from test_zoo import compare, step_beside
 
 import overspill
-from overspill import moving, recompute_plan
+from overspill.activations import moving, recompute_plan
 from plain import Plain
 
 pytest_plugins = "recompute_scene"

@@ -10,7 +10,7 @@ from tiled_scene import ROWS, STEPS, ids_of, made, same, started, train
 from torch import nn
 
 import overspill
-from overspill import tiled_layers
+from overspill.layers import tiled_layers
 
 
 @pytest.fixture

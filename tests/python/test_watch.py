@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import overspill
-from overspill import memory, watch
+from overspill import memory
+from overspill.activations import watch
 
 MIB = 1 << 20
 

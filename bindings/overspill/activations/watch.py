@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from . import heap, logits
-from ._core import BudgetError
-from .config import Config
-from .divided import memory_of
-from .memory import human, own_bytes
+from .. import heap
+from .._core import BudgetError
+from ..config import Config
+from ..divided import memory_of
+from ..layers import logits
+from ..memory import human, own_bytes
 
 _MOST_BETWEEN = 32 << 20  # bytes saved, or made in backward, between two looks
 _SECONDS_BETWEEN = 0.01  # of backward, which may make more than the engine sees

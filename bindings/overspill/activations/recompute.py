@@ -29,14 +29,14 @@ from torch._C import DisableTorchFunction, _autograd
 from torch.utils import _pytree
 from torch.utils import checkpoint as checkpoints
 
-from . import saved, showing
-from .calls import here, in_backward
-from .config.section import ConfigError
-from .divided import is_divided
-from .draws import Draws
-from .instead import Instead
+from .. import saved, showing
+from ..calls import here, in_backward
+from ..config.section import ConfigError
+from ..divided import is_divided
+from ..draws import Draws
+from ..layers.instead import Instead
+from ..segments import registry
 from .recompute_plan import Planner
-from .segments import registry
 
 _BY_HAND = {
     "engine.recompute": "call the parts that save the most through torch.utils.checkpoint.checkpoint(part, x, "

@@ -19,13 +19,14 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import _pytree
 
-from . import given, recompute, released
-from .calls import here, is_traced
-from .divided import is_divided
-from .guard import guard, touch, units_of
+from .. import given, released
+from ..activations import recompute
+from ..calls import here, is_traced
+from ..divided import is_divided
+from ..guard import guard, touch, units_of
+from ..memory import human
+from ..segments import Segment, registry
 from .instead import Instead
-from .memory import human
-from .segments import Segment, registry
 from .tiles import Change, Job, Losses, Modes
 
 _RESHAPES = {torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten, torch.flatten, torch.reshape,

@@ -25,10 +25,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from . import given, recompute
-from .calls import here, is_traced
-from .divided import is_divided
-from .guard import guard
+from .. import given
+from ..activations import recompute
+from ..calls import here, is_traced
+from ..divided import is_divided
+from ..guard import guard
 from .instead import Instead
 
 BACKEND = "inductor"
@@ -272,7 +273,7 @@ def _refers_to(value: Any, parts: list[nn.Module]) -> bool:
 
 
 def _is_engines(hook: Any) -> bool:
-    return type(hook).__module__.partition(".")[0] == __package__
+    return type(hook).__module__.partition(".")[0] == __package__.partition(".")[0]
 
 
 def _failures() -> tuple[type[Exception], ...]:

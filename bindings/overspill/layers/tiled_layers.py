@@ -19,13 +19,13 @@ from torch._C import DisableTorchFunction
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from . import calls, given, gradients, showing
-from .calls import books, here, is_traced
-from .divided import is_divided
+from .. import calls, given, gradients, showing
+from ..calls import books, here, is_traced
+from ..divided import is_divided
+from ..memory import human
+from ..segments import Segment, Unit, registry
+from ..units import UnitSpec, memory_order
 from .instead import Instead
-from .memory import human
-from .segments import Segment, Unit, registry
-from .units import UnitSpec, memory_order
 
 KINDS = (nn.Linear, nn.Embedding)
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from . import _core, heap
-from .config.values import LEAST_MOVED
+from .. import _core, heap
+from ..config.values import LEAST_MOVED
 
 FROM = LEAST_MOVED
 PARTS = 8  # a tensor is a part of its storage as large as one of so many, or the storage is not kept for it

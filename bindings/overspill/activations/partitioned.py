@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import _core
+from .. import _core
 
 if TYPE_CHECKING:
+    from ..ranks import Group
     from .moving import Moved, Moving
-    from .ranks import Group
 
 FROM = 4096  # bytes; smaller ones are kept whole
 _MOST = 64  # inputs of one call that are compared, the first ones
