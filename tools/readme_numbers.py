@@ -274,6 +274,20 @@ def checkpoint(r: dict[str, Any]) -> list[str]:
     return lines
 
 
+def limited(r: dict[str, Any]) -> list[str]:
+    """Of the end of `make bench-activations`."""
+    size = f"{r['parameters'] / 1e6:.0f} M parameters, {r['length']} tokens, {r['limit_bytes'] / 2**30:g} GiB"
+    rows = (
+        ("most resident bytes over the limit", "peak_rss_vs_budget", "at most 1"),
+        ("a step over plain torch's with all memory", "step_vs_plain_unlimited", ""),
+        ("a step over plain torch's with all blocks checkpointed", "step_vs_plain_checkpointed", "at most 1"),
+        ("all activations on NVMe over all blocks computed again", "nvme_activations_vs_recompute", ""),
+        ("predicted forward and backward, off by", "plan_error", "at most 0.2"),
+    )
+    lines = [f"| `make bench-activations`, {size} | measured | aim |", "| --- | --- | --- |"]
+    return lines + [f"| {what} | {r[key]:.2f} | {aim} |" for what, key, aim in rows]
+
+
 def plain(r: dict[str, Any]) -> list[str]:
     """Any other result: its numbers as they are."""
     rows = [f"| {key} | {value} |" for key, value in r.items() if isinstance(value, (int, float))]
@@ -318,6 +332,7 @@ SECTIONS = {
     "step": step,
     "sizes": sizes,
     "checkpoint": checkpoint,
+    "limited": limited,
     "ranks": ranks,
     "ranks-deepspeed": ranks_deepspeed,
     "gpu-step": gpu_step,
