@@ -47,9 +47,9 @@ void PartReader::read(int32_t unit, int64_t begin, std::span<std::byte> to) {
 }
 
 void PartReader::forget() {
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    wait_for(slots_[i]);
-    slots_[i].chunk = -1;
+  for (Slot& slot : slots_) {
+    wait_for(slot);
+    slot.chunk = -1;
   }
 }
 
