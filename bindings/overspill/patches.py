@@ -68,6 +68,7 @@ def run_backward(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any
         return _run_backward(outputs, gradients, *args, **kwargs)
     if any(id(each) in registry for each in gradients):
         gradients = tuple(map(_weight_of, gradients))
+    _require_whole(args[2] if len(args) > 2 else ())
     with DisableTorchFunction():
         call = guard.begin_backward(sys._getframe())
     try:
@@ -84,6 +85,18 @@ def run_backward(outputs: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any
     # and with them the weights that a backward of the script's own has when it calls this one.
     call.python = None
     return out
+
+
+def _require_whole(inputs: Any) -> None:
+    """Of what torch.autograd.grad and backward(inputs=...) name: gradients of weights in tiles do not pass there."""
+    for each in inputs or ():
+        segment = registry.get(id(each))
+        if segment is not None and segment.unit.part_bytes:
+            raise RuntimeError(
+                f"overspill: budget.tile: {segment.name} is computed in tiles, and torch.autograd.grad and "
+                "backward(inputs=...) would miss its gradient: call backward without inputs and read p.grad or "
+                f"engine.grad(p), or give budget.tile more than {segment.bytes} bytes"
+            )
 
 
 def _weight_of(tensor: Any) -> Any:

@@ -355,3 +355,13 @@ def test_few_rows_may_be_whole(config):
         warnings.simplefilter("error")
         assert engine(ids_of(0))[:, -1].argmax(-1).shape == (2,)
     engine.close()
+
+
+def test_gradients_of_gradients_are_refused_and_not_lost(config):
+    """The gradient that reaches the loss is a constant, so torch's own refusal does not see it."""
+    engine = started(config, made(shifted), "1MiB")
+    weight = engine.module.layers[0][0].weight
+    (slope,) = torch.autograd.grad(engine(ids_of(0)), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        slope.square().sum().backward()
+    engine.close()

@@ -160,6 +160,43 @@ def test_gradients_of_inputs_alone_add_nothing_to_weights(way, config):
     engine.close()
 
 
+def test_gradients_of_gradients_are_refused_and_not_lost(config):
+    """The gradient of a sum is a constant: torch's own refusal does not see it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, INNER))
+    engine = started(config, net, "100KiB")
+    x = torch.randn(3, 8, requires_grad=True)
+    (slope,) = torch.autograd.grad(engine(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        slope.square().sum().backward()
+    engine.close()
+
+
+def test_a_weight_that_is_switched_off_after_forward_gets_no_gradient(config):
+    """The critic of a GAN, while the generator learns."""
+    for tile in (None, "100KiB"):
+        engine = started(config, made(), tile)
+        loss = engine(ids_of(0))
+        engine.module.head.requires_grad_(False)
+        engine.module.embedding.requires_grad_(False)
+        engine.backward(loss)
+        for p in (*engine.module.head.parameters(), engine.module.embedding.weight):
+            assert p.grad is None
+        assert engine.module.up.weight.grad is not None
+        engine.close()
+
+
+def test_naming_a_weight_in_tiles_is_refused(config):
+    engine = started(config, made(), "100KiB")
+    weight = engine.module.up.weight
+    with pytest.raises(RuntimeError, match=r"budget.tile: up.weight is computed in tiles"):
+        engine(ids_of(0)).backward(inputs=[weight])
+    for unused in (False, True):
+        with pytest.raises(RuntimeError, match=r"budget.tile: up.weight is computed in tiles"):
+            torch.autograd.grad(engine(ids_of(0)), weight, allow_unused=unused)
+    engine.close()
+
+
 def test_results_may_be_written_in_place(config):
     """ReLU(inplace=True), as VGG has it, and an embedding that is scaled."""
 

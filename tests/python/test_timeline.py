@@ -143,6 +143,21 @@ def test_gradients_wait_until_their_own_update():
     assert spans(found, "gradients") == [(5, 16, 1, "gradients")]
 
 
+def test_gradients_of_micro_batches_stay():
+    found = of(
+        (1, "stepped"),
+        (2, "forward"),
+        (5, "gradient", 1),
+        (8, "forward"),
+        (11, "gradient", 1),
+        (12, "stepped"),
+        (12, "scheduled", 1, 4),
+        (14, "updated", 1, 4),
+        until=20,
+    )
+    assert spans(found, "gradients") == [(5, 14, 1, "gradients")]
+
+
 def test_gradients_that_were_cleared_or_guessed_with_end_with_the_step():
     found = of((5, "gradient", 1), (6, "stepped"), (9, "forward"), (12, "gradient", 1), until=20)
     assert spans(found, "gradients") == [(5, 6, 1, "gradients"), (12, 20, 1, "gradients")]

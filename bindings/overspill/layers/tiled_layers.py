@@ -26,6 +26,7 @@ from ..memory import human
 from ..segments import Segment, Unit, registry
 from ..units import UnitSpec, memory_order
 from .instead import Instead
+from .tiles import refused_again
 
 KINDS = (nn.Linear, nn.Embedding)
 
@@ -159,6 +160,10 @@ class Rows:
                 "inplace operation"
             )
 
+    def trains(self) -> bool:
+        """Now, in backward: torch drops a gradient for which requires_grad was switched off since forward."""
+        return self.wanted and self.segment.parameter.requires_grad
+
     def taking(self, graph: bool) -> gradients.InParts:
         """What takes its gradient. `graph`: the script wants one with a graph, which the engine cannot have."""
         self._require_no_hooks()
@@ -261,7 +266,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         ctx.graph = torch.is_grad_enabled()
-        return Product._backward(ctx, gradient)
+        return Product._backward(ctx, refused_again(ctx.graph, gradient))
 
     @staticmethod
     @once_differentiable
@@ -275,7 +280,7 @@ class Product(torch.autograd.Function):
             sum_in = torch.promote_types(flat.dtype, torch.float32)
             of_input = torch.zeros(len(flat), weight.width, dtype=sum_in, device="cpu")
         accumulates = _accumulates(ctx)
-        if accumulates and weight.wanted:
+        if accumulates and weight.trains():
             its = input.reshape(-1, weight.width).to(flat.dtype)
             with weight.taking(ctx.graph) as taking:
                 for begin, end in weight.tiles():
@@ -285,7 +290,7 @@ class Product(torch.autograd.Function):
         elif of_input is not None:
             for begin, end in weight.tiles():
                 _add(of_input, flat[:, begin:end], weight, begin, end)
-        if accumulates and bias is not None and bias.wanted:
+        if accumulates and bias is not None and bias.trains():
             with bias.taking(ctx.graph) as taking:
                 taking.add(flat.sum(0).to(bias.unit.dtype))
         weight.free()
@@ -320,18 +325,17 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         ctx.graph = torch.is_grad_enabled()
-        return Lookup._backward(ctx, gradient)
+        return Lookup._backward(ctx, refused_again(ctx.graph, gradient))
 
     @staticmethod
     @once_differentiable
     def _backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (input,) = ctx.saved_tensors
         weight = ctx.weight
-        if not (_accumulates(ctx) and weight.wanted):
+        if not (_accumulates(ctx) and weight.trains()):
             return None, None, None, None
         flat = gradient.reshape(-1, weight.width)
         sums = torch.empty(min(weight.step, weight.count), weight.width, dtype=flat.dtype, device="cpu")
-        weight.check()
         with weight.taking(ctx.graph) as taking:
             for (begin, numbers, places), (_, end) in zip(
                 _by_tile(input, weight), weight.tiles(), strict=True

@@ -60,6 +60,12 @@ class Job(NamedTuple):
         )
 
 
+def refused_again(graph: bool, gradient: torch.Tensor) -> torch.Tensor:
+    """What once_differentiable is given. It refuses gradients of gradients only where this one has a graph; of a
+    constant one, as a sum has, it would lose them without a word."""
+    return gradient.detach().requires_grad_() if graph and not gradient.requires_grad else gradient
+
+
 class Losses(torch.autograd.Function):
     """The losses of all tokens. Tensors of one tile live at a time."""
 
@@ -82,8 +88,12 @@ class Losses(torch.autograd.Function):
         return torch.cat(tiles)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return Losses._backward(ctx, refused_again(torch.is_grad_enabled(), gradient))
+
+    @staticmethod
+    @once_differentiable
+    def _backward(ctx: Any, gradient: torch.Tensor) -> Any:
         hidden, weight, bias, target = ctx.saved_tensors
         job, step = ctx.job, ctx.job.tokens
         wants = ctx.needs_input_grad

@@ -146,7 +146,8 @@ def _checked(data: Any) -> Timeline:
     ]
     lanes = []
     for each in _list(data["lanes"]):
-        lane = Lane(_of(each["key"], _LANES), _text(each["name"]))
+        key = _of(each["key"], _LANES)
+        lane = Lane(key, _LANES[key])
         spans = _list(each["spans"])
         lane.rows = _whole(each["rows"], 0, len(spans) + 1)
         for span in spans:
@@ -245,7 +246,7 @@ class _Reader:
         if what == "stepped":
             self.steps.append(now)
         elif what == "forward":
-            self._forget_unused(now)
+            self._forget_unused()
         elif what in ("disk_busy", "disk_rests"):
             key = ("reads", "writes")[chunk], 0
             if what == "disk_rests":
@@ -286,11 +287,13 @@ class _Reader:
         elif what == "written":
             self._end(("ring", slot), now)
 
-    def _forget_unused(self, now: int) -> None:
-        """Gradients that no update was scheduled for: a guess had been made with them, or they were cleared."""
-        since = self.steps[-1] if self.steps else now
-        for key in [key for key in self.open if key[0] == "gradients" and not self.left.get(key[1])]:
-            self._end(key, max(since, self.open[key][0]))
+    def _forget_unused(self) -> None:
+        """Gradients of before the last step that no update was scheduled for: a guess had been made with them, or they
+        were cleared."""
+        since = self.steps[-1] if self.steps else -1
+        for key in [key for key, its in self.open.items() if key[0] == "gradients" and its[0] <= since]:
+            if not self.left.get(key[1]):
+                self._end(key, since)
 
     def _weights(self, unit: int) -> int:
         return self.units[unit].weights_bytes if unit >= 0 else 0
