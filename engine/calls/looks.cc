@@ -71,6 +71,7 @@ void Engine::record_journal(bool on) {
   {
     const MutexLock guard(m.core.mutex());
     m.core.journal.enable(on);
+    if (on) m.core.store.note_under_way();
   }
   if (!on) m.hardware.device().time_events(false);
 }

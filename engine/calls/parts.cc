@@ -41,6 +41,7 @@ void Engine::read_part(int32_t unit, int32_t segment, int64_t begin, std::span<s
     m.core.check();
     ++m.core.progress;
     m.core.meter.reached(unit);
+    m.gatherer.trace().acquired(unit);
     m.core.journal.note(Happening::acquired, unit);
     if (m.model.units[unit].pending_chunks > 0) {
       m.demand.want_updates(unit);

@@ -20,7 +20,7 @@ StepResult Machine::step(std::span<const optim::Hyper> groups, GroupRange range)
   if (!range.all()) forget_guesses();  // which are of whole steps
 
   intake.finish();
-  gradients.require_whole_sums();
+  gradients.require_whole_sums(range);
   finish_updates();
   // Beyond this point every weight is that of the last step.
 

@@ -98,6 +98,12 @@ void StoreGate::completed(const io::Transfer& transfer) {
   meter_.moved(activity_of(transfer), transfer.extent.bytes);
 }
 
+void StoreGate::note_under_way() {
+  for (size_t kind = 0; kind < under_way_.size(); ++kind) {
+    if (under_way_[kind] > 0) journal_.note(Happening::disk_busy, -1, static_cast<int32_t>(kind));
+  }
+}
+
 void StoreGate::give_up(io::Extent& extent) {
   if (extent.empty()) return;
   store_->release(extent);

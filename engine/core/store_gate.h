@@ -47,6 +47,8 @@ class StoreGate {
   /// Hands a transfer of the schedule to the store; the report counts it until its on_complete says so.
   void submit(io::Transfer& transfer) REQUIRES(engine_mutex);
   void completed(const io::Transfer& transfer) REQUIRES(engine_mutex);
+  /// Called when the journal begins to take notes: what is under way by then began before them.
+  void note_under_way() REQUIRES(engine_mutex);
   /// Releases the extent, unless it is empty, and empties the variable.
   void give_up(io::Extent& extent) REQUIRES(engine_mutex);
 

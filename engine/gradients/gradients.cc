@@ -93,6 +93,7 @@ Gradients::Only::Only(Gradients& gradients, GroupRange range) : gradients_(gradi
   for (const Unit& unit : gradients_.setup_.layout.units) {
     if (unit.trainable()) check_whole(unit, range);
   }
+  gradients_.only_ = range;
   gradients_.aside_ = gradients_.presence_;
   for (size_t u = 0; u < gradients_.aside_.size(); ++u) {
     const auto& segments = gradients_.setup_.layout.units[u].segments;
@@ -112,6 +113,7 @@ Gradients::Only::~Only() {
     }
   }
   gradients_.aside_.clear();
+  gradients_.only_ = {};
 }
 
 bool Gradients::is_aside(int32_t unit) const {
@@ -353,19 +355,21 @@ void Gradients::break_off(const Arrival& arrival, const Mark& of, bool pieces) {
   if (of != Mark{forgotten_, arrivals_[arrival.unit][arrival.segment]}) return;
   --arrivals_[arrival.unit][arrival.segment];
   if (!pieces) return;
-  if (is_there(arrival.unit, arrival.segment))
-    half_added_ = setup_.layout.units[arrival.unit].segments[arrival.segment].name;
+  if (is_there(arrival.unit, arrival.segment)) half_added_.emplace_back(arrival.unit, arrival.segment);
   drop(arrival.unit, arrival.segment);
 }
 
-void Gradients::require_whole_sums() {
+void Gradients::require_whole_sums(GroupRange range) {
   const MutexLock guard(core_.mutex());
-  if (half_added_.empty()) return;
-  throw std::invalid_argument(
-      fmt::format("a backward broke off while the gradient of {} was added to that of earlier micro-batches, "
-                  "and the sum is "
-                  "lost: clear the gradients (zero_grad) and make the micro-batches of this step again",
-                  half_added_));
+  for (const auto& [unit, segment] : half_added_) {
+    const Segment& s = setup_.layout.units[unit].segments[segment];
+    if (!range.has(s.group)) continue;
+    throw std::invalid_argument(
+        fmt::format("a backward broke off while the gradient of {} was added to that of earlier "
+                    "micro-batches, and the sum is lost: clear the gradients (zero_grad) and make the "
+                    "micro-batches of this step again",
+                    s.name));
+  }
 }
 
 /// Some of their units' chunks are spilled: a few at a time are brought into memory, added to, and go.

@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "cpu_optim/gradient.h"
@@ -86,8 +87,9 @@ class Gradients {
   /// were added to others' the next step is refused until gradients are cleared. Nothing where `of`, which
   /// mark() gave after begin(), is over.
   void break_off(const Arrival& arrival, const Mark& of, bool pieces) EXCLUDES(engine_mutex);
-  /// Throws std::invalid_argument where a gradient was added in part to those of earlier micro-batches.
-  void require_whole_sums() EXCLUDES(engine_mutex);
+  /// Throws std::invalid_argument where a gradient of these groups was added in part to those of earlier
+  /// micro-batches.
+  void require_whole_sums(GroupRange range) EXCLUDES(engine_mutex);
   /// Pinned host memory that the arrival may be copied to as it is, in place of add(); null: there is none.
   std::byte* place_of(const Arrival& arrival) const;
   /// For an arrival that is copied to its place: where possible, the device squares it once `ready` is
@@ -242,7 +244,9 @@ class Gradients {
   GradientSquares& squares_;
   DeviceAccumulators accumulators_;
   uint64_t forgotten_ GUARDED_BY(engine_mutex) = 0;  // how often
-  std::string half_added_ GUARDED_BY(engine_mutex);  // a segment whose sum has a gradient in part
+  GroupRange only_ GUARDED_BY(engine_mutex);         // of the Only that lives, else all
+  /// Units and segments whose sums have a gradient in part.
+  std::vector<std::pair<int32_t, int32_t>> half_added_ GUARDED_BY(engine_mutex);
   std::vector<std::vector<Presence>> presence_ GUARDED_BY(engine_mutex);  // by unit and segment
   /// The same for the gradients that Only hides; else empty.
   std::vector<std::vector<Presence>> aside_ GUARDED_BY(engine_mutex);

@@ -30,7 +30,9 @@ void Gradients::throw_away() {
 
 void Gradients::forget() {
   ++forgotten_;
-  half_added_.clear();
+  std::erase_if(half_added_, [&](const auto& half) REQUIRES(engine_mutex) {
+    return only_.has(setup_.layout.units[half.first].segments[half.second].group);
+  });
   for (auto& unit : presence_) std::fill(unit.begin(), unit.end(), Presence::absent);
   for (size_t c = 0; c < model_.chunks.size(); ++c) {
     if (is_aside(setup_.layout.chunks[c].unit)) continue;

@@ -227,6 +227,61 @@ TEST(PartsBrokenOff, AGradientThatDidNotEndIsAbsent) {
   }
 }
 
+TEST(PartsBrokenOff, NoOtherOptimizerForgetsIt) {
+  std::vector<UnitSpec> units = in_parts();
+  for (size_t u = 0; u < units.size(); ++u) {
+    for (engine::SegmentSpec& segment : units[u].segments) segment.group = u == 0 ? 0 : 1;
+  }
+  constexpr engine::GroupRange kFirst{0, 1};
+  constexpr engine::GroupRange kOthers{1, 2};
+  Config config = parts_config(Placement::nvme, 2);
+  config.max_grad_norm = 0;  // it is of all gradients
+  const auto engine = parts_engine(units, config);
+  toy_load(*engine);
+  const engine::Unit& unit = engine->layout().units[0];
+  const auto elements = static_cast<size_t>(unit.segments[0].elements);
+  const std::vector<std::byte> ones =
+      toy_gradient_bytes(unit.dtype, std::vector<float>(elements, 1.0F), 0, 0, 1, 0, 0);
+  engine->begin_pass({true, true});
+  engine->add_gradient(0, 0, ones, unit.dtype);
+  {
+    engine::PartedGradient parts = engine->begin_gradient(0, 0, unit.dtype);
+    parts.add(std::span(ones).first(ones.size() / 2));
+  }
+  const std::vector<optim::Hyper> groups = toy_groups(1);
+  engine->clear_gradients(kOthers);
+  EXPECT_NO_THROW(engine->step(std::span(groups).subspan(1, 1), kOthers)) << "it has nothing to do with it";
+  EXPECT_THROW(engine->step(std::span(groups).first(1), kFirst), std::invalid_argument);
+  engine->clear_gradients(kFirst);
+  EXPECT_NO_THROW(engine->step(std::span(groups).first(1), kFirst));
+}
+
+TEST(PartsOrder, UpdatesFollowTheOrderInWhichPartsAreRead) {
+  const auto engine = parts_engine(in_parts(), parts_config(Placement::host));
+  toy_load(*engine);
+  const auto& units = engine->layout().units;
+  engine->begin_pass({true, true});
+  std::vector<int32_t> expected;
+  for (int u = static_cast<int>(std::ssize(units)) - 1; u >= 0; --u) {
+    std::vector<std::byte> first(static_cast<size_t>(units[u].element_bytes));
+    engine->read_part(u, 0, 0, first);
+    if (units[u].trainable()) expected.push_back(u);
+  }
+  for (int32_t u : expected) {
+    const std::vector<float> seen(static_cast<size_t>(units[u].segments[0].elements), 0.5F);
+    engine->add_gradient(u, 0, toy_gradient_bytes(units[u].dtype, seen, u, 0, 1, 0, 0), units[u].dtype);
+  }
+  engine->record_journal(true);
+  engine->step(toy_groups(1));
+  engine->synchronize();
+  std::vector<int32_t> scheduled;
+  for (const engine::JournalEntry& entry : engine->take_journal()) {
+    const bool again = !scheduled.empty() && scheduled.back() == entry.unit;
+    if (entry.happening == engine::Happening::scheduled && !again) scheduled.push_back(entry.unit);
+  }
+  EXPECT_EQ(scheduled, expected);
+}
+
 TEST(PartsBrokenOff, AClosedEngineTakesNoMore) {
   const auto engine = parts_engine(in_parts(), parts_config(Placement::host));
   toy_load(*engine);

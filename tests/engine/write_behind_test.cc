@@ -35,20 +35,44 @@ engine::Config smallest_config() {
   }
 }
 
-std::vector<JournalEntry> journal_of(int steps) {
+std::unique_ptr<engine::Engine> engine_of_a_slow_disk(std::chrono::microseconds delay) {
   const engine::Config config = smallest_config();
   engine::ResourceOptions options;
   options.io_backend = "memory";
   engine::Resources resources = make_resources(toy_units(), config, options);
   io::Faults slow;
-  slow.delay_min = slow.delay_max = std::chrono::microseconds(300);
+  slow.delay_min = slow.delay_max = delay;
   resources.store = io::make_memory_store(64 << 20, slow, 65536);
-  engine::Engine engine(toy_units(), config, std::move(resources));
-  toy_load(engine);
-  engine.record_journal(true);
-  for (int step = 0; step < steps; ++step) toy_step(engine, step, 1, 0);
-  engine.synchronize();
-  return engine.take_journal();
+  auto engine = std::make_unique<engine::Engine>(toy_units(), config, std::move(resources));
+  toy_load(*engine);
+  return engine;
+}
+
+std::vector<JournalEntry> journal_of(int steps) {
+  const auto engine = engine_of_a_slow_disk(std::chrono::microseconds(300));
+  engine->record_journal(true);
+  for (int step = 0; step < steps; ++step) toy_step(*engine, step, 1, 0);
+  engine->synchronize();
+  return engine->take_journal();
+}
+
+TEST(Recording, BeginsWithWhatIsUnderWay) {
+  const auto engine = engine_of_a_slow_disk(std::chrono::milliseconds(5));
+  toy_step(*engine, 0, 1, 0);  // its updates read and write now
+  engine->record_journal(true);
+  engine->synchronize();
+  const std::vector<JournalEntry> journal = engine->take_journal();
+  for (const int32_t kind : {0, 1}) {
+    bool busy = false;
+    for (const JournalEntry& entry : journal) {
+      if (entry.chunk != kind) continue;
+      if (entry.happening == Happening::disk_rests) {
+        EXPECT_TRUE(busy) << "the disk came to rest, and nobody had said that it was busy";
+      }
+      if (entry.happening == Happening::disk_busy || entry.happening == Happening::disk_rests)
+        busy = entry.happening == Happening::disk_busy;
+    }
+  }
 }
 
 TEST(WriteBehind, HoldsNoMoreThanTheRingAndGivesItBackInOrder) {

@@ -64,10 +64,10 @@ def recording(owner: Any) -> Iterator[list[Callable[[], None]]]:
             "overspill: engine.trace or engine.timeline is recording already, and both would take the same notes: end "
             "that `with` first"
         )
-    owner.core.record_journal(True)
-    owner.recording = True
     last: list[Callable[[], None]] = []
     try:
+        owner.recording = True
+        owner.core.record_journal(True)
         yield last
     finally:
         owner.recording = False
