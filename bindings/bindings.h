@@ -30,6 +30,8 @@ void register_errors(pybind11::module_& m);
 void register_report(pybind11::module_& m);  // before the engine, which returns it
 void add_predict(EngineClass& cls);
 void add_memory(pybind11::module_& m, EngineClass& cls);
+void register_plan(
+    pybind11::module_& m);  // by register_engine, between the types it takes and those it gives
 void register_engine(pybind11::module_& m);
 void register_checkpoint(pybind11::module_& m);
 void register_doctor(pybind11::module_& m);

@@ -15,6 +15,7 @@
 #include "bindings/bindings.h"
 #include "bindings/engine_dicts.h"
 #include "bindings/group_communicator.h"
+#include "bindings/python_config.h"
 #include "cpu_optim/optimizer.h"
 #include "engine/collectives/nccl.h"
 #include "engine/collectives/nccl_library.h"
@@ -33,8 +34,6 @@ using engine::Placement;
 using engine::Plan;
 using engine::SegmentSpec;
 using engine::UnitSpec;
-
-struct PythonConfig : Config, engine::ResourceOptions {};
 
 using Holder = std::unique_ptr<Engine, EngineDeleter>;
 
@@ -82,13 +81,6 @@ std::vector<optim::Hyper> hypers(const std::vector<py::dict>& groups) {
   for (const py::dict& group : groups)
     all.push_back(hyper_from(group["optimizer"].cast<std::string>(), group));
   return all;
-}
-
-Plan plan_for(const std::vector<UnitSpec>& units, const PythonConfig& config) {
-  const engine::Layout layout = engine::make_layout(units, config.chunk_elements, 0, 1);
-  engine::DeviceTraits device{.shares_host_memory = config.device == "host"};
-  if (!device.shares_host_memory) device.updates = kernels::all_formats();
-  return engine::make_plan(layout, config, device);
 }
 
 /// The std::shared_ptr<kernels::Device> of a capsule "overspill.device"; null of None.
@@ -403,15 +395,13 @@ void EngineDeleter::operator()(Engine* engine) const {
 void register_engine(py::module_& m) {
   using Released = py::call_guard<py::gil_scoped_release>;
   register_specs(m);
-  py::class_<Plan>(m, "Plan").def_property_readonly("text", &Plan::text).def("as_dict", &plan_dict);
+  register_plan(m);
   py::class_<engine::StepResult>(m, "StepResult")
       .def_readonly("step", &engine::StepResult::step)
       .def_readonly("norm", &engine::StepResult::norm)
       .def_readonly("clip", &engine::StepResult::clip)
       .def_readonly("skipped", &engine::StepResult::skipped)
       .def_readonly("not_finite", &engine::StepResult::not_finite);
-  m.def("plan", &plan_for, py::arg("units"), py::arg("config"),
-        "Where components would go; allocates nothing.");
   m.def("why_no_cuda", &kernels::why_no_cuda, py::arg("ordinal") = 0,
         "Why the engine cannot use this GPU; empty where it can.");
   m.def("why_no_nccl", &why_no_nccl, py::arg("library"),

@@ -11,7 +11,6 @@ the whole model before it is handed over. Ends with RESULT {json}.
 import argparse
 import json
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -24,63 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "step"))
 import gpt
 import peers
 from placements import deepspeed_config
-from turns import Child, Failed, in_turn, machine
+from teams import Team
+from turns import in_turn, machine
 
 WORLD = 2
 HERE = Path(__file__).resolve().parent
 
 
-class Ranks:
-    """The processes of a contender."""
-
-    def __init__(self, name: str, python: str, env: dict[str, str], arguments: list[str], folder: Path):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        self.name = name
-        command = [python, str(HERE / "rank.py"), name, *arguments]
-        self.ranks = [
-            Child(
-                command,
-                env
-                | {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(WORLD),
-                    "OMP_NUM_THREADS": "1",
-                }
-                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"},
-                folder / f"{name}-{rank}.log",
-                rests=True,
-                alone=False,
-            )
-            for rank in range(WORLD)
-        ]
-        self.said = self._answers()
-
-    def ask(self, **request: Any) -> list[dict[str, Any]]:
-        for rank in self.ranks:
-            rank.send(json.dumps(request))
-        return self._answers()
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.resume()
-            rank.process.stdin.close()
-        for rank in self.ranks:
-            rank.close()
-
-    def _answers(self) -> list[dict[str, Any]]:
-        try:
-            answers = [rank.read() for rank in self.ranks]
-        except Failed as error:
-            raise SystemExit(f"{self.name}: {error}") from None
-        for rank in self.ranks:  # now that none of them needs the others
-            rank.rest()
-        return answers
-
-
-def contenders(shape: gpt.Shape, folder: Path) -> list[Ranks]:
+def contenders(shape: gpt.Shape, folder: Path) -> list[Team]:
     found = []
     config = {
         "budget": {"host": "4GiB"},
@@ -92,7 +42,8 @@ def contenders(shape: gpt.Shape, folder: Path) -> list[Ranks]:
         ("ours", sys.executable, dict(os.environ), config),
         ("deepspeed", peers.python(), peers.environment(), deepspeed_config("ram", folder, shape.batch)),
     ):
-        found.append(Ranks(name, python, env, [json.dumps(shape), json.dumps(options)], folder))
+        command = [python, str(HERE / "rank.py"), name, json.dumps(shape), json.dumps(options)]
+        found.append(Team(name, command, WORLD, env, 1, folder))
     return found
 
 

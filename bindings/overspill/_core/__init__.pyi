@@ -63,6 +63,7 @@ __all__: list[str] = [
     "parts_of",
     "plan",
     "remove_parts",
+    "simulate",
     "verify",
     "why_no_cuda",
     "why_no_nccl",
@@ -774,14 +775,33 @@ def parts_of(checkpoint: os.PathLike[str] | str | bytes) -> list[pathlib.Path]:
     The folders on other file systems that are parts of a checkpoint, and are there.
     """
 
-def plan(units: collections.abc.Sequence[Unit], config: Config) -> Plan:
+def plan(
+    units: collections.abc.Sequence[Unit],
+    config: Config,
+    ranks: typing.SupportsInt | typing.SupportsIndex = 1,
+) -> Plan:
     """
-    Where components would go; allocates nothing.
+    Where components of rank 0 would go; allocates nothing.
     """
 
 def remove_parts(checkpoint: os.PathLike[str] | str | bytes) -> list[pathlib.Path]:
     """
     Removes them; returns those that are still there.
+    """
+
+def simulate(
+    units: collections.abc.Sequence[Unit],
+    config: Config,
+    work: collections.abc.Sequence[
+        tuple[typing.SupportsFloat | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex, bool]
+    ],
+    rates: dict[str, typing.Any],
+    ranks: typing.SupportsInt | typing.SupportsIndex = 1,
+) -> dict[str, typing.Any]:
+    """
+    A step under that plan, simulated (engine/plan/simulate.h). `work`: by unit, seconds of forward and of
+    backward of one micro-batch, and whether backward needs its weights. `rates`: the fields of Rates by name;
+    those of lanes are dicts.
     """
 
 def verify(

@@ -2,13 +2,16 @@
 
 Works from the model's config and the headers of its safetensors files; no weight is read and nothing is allocated. What
 cannot work is refused with the sum and the smallest budget that would do.
+
+For a machine that is not here, or a model whose weights are not, it simulates a step: what fits, seconds, tokens a
+second, what the disks have to take, and what would help most.
 """
 
 import argparse
 import json
 from pathlib import Path
 
-from overspill.cli import room, wear
+from overspill.cli import imagined, room, wear
 from overspill.cli.adapting import adapted, add_adapter, check_adapter
 from overspill.cli.chosen import choose
 from overspill.cli.common import (
@@ -31,11 +34,21 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 USAGE = """overspill plan --model DIR --host-budget SIZE [--nvme DIR ...] [OPTIONS]
-       overspill plan --model DIR --config FILE [OPTIONS]"""
+       overspill plan --model DIR --config FILE [OPTIONS]
+       overspill plan (--parameters N | --model FILE) --host SIZE --tflops X [OPTIONS]
+
+examples:
+  overspill plan --model ./smollm2 --host-budget 600MiB --nvme /mnt/disk
+  overspill plan --parameters 70B --host 128GiB --device 24GiB --link 25GB/s --disk 6GB/s --tflops 300
+  overspill plan --model ./llama/config.json --host 2TiB --device 80GiB --tflops 400 \\
+      --ranks 512 --per-machine 8 --network 200Gb/s --table --plot plan.png
+  overspill plan --parameters 1B --measure    # this machine, measured for some seconds"""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=path_of, required=True, metavar="DIR", help="Hugging Face folder")
+    parser.add_argument(
+        "--model", type=path_of, metavar="DIR", help="Hugging Face folder, or a config.json without weights"
+    )
     add_tiers(parser)
     parser.add_argument("--accumulate", type=positive, metavar="N", help="micro-batches a step (default 1)")
     parser.add_argument(
@@ -60,10 +73,17 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of the run (default: the first --nvme, else the current folder)",
     )
+    imagined.options(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if imagined.wanted(args):
+        return imagined.run(args)
+    if args.model is None:
+        raise CliError(
+            "--model is missing: give a Hugging Face folder, or --parameters 7B for a model that is not here"
+        )
     folder = model_folder(args.model)
     chosen = choose(vars(args), required=False)
     check_adapter(chosen)
@@ -102,17 +122,10 @@ def _wear(made: Plan, budget: Budget) -> list[str]:
 def plan(model, config) -> Plan:
     """Of a model, whose weights are not looked at. Raises ConfigError, BudgetError."""
     from overspill import _core
-    from overspill.config import Config
-    from overspill.groups import make_groups
-    from overspill.handover import core_units, mark_tiles
-    from overspill.packed import chosen as packings_of
-    from overspill.units import partition
+    from overspill.estimate.step import described
 
-    settings = Config.read(config)
-    specs = partition(model, packings=packings_of(model, settings.frozen.format))
-    mark_tiles(model, settings, specs)
-    groups = make_groups(settings.optimizer, model.parameters())
-    return Plan.of(_core.plan(core_units(model, settings, specs, [groups]), settings.to_core(_core)))
+    settings, _, units = described(model, config)
+    return Plan.of(_core.plan(units, settings.to_core(_core)))
 
 
 def empty_model(folder: Path, dtype: str):

@@ -1,0 +1,97 @@
+"""One rank of a team of bench/plan/run.py, which is asked for one thing after the other.   rank.py THREADS"""
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "step"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bindings"))
+
+import torch
+import torch.distributed as dist
+
+import gpt
+import overspill
+from overspill.estimate import measured
+from turns import serve
+
+WARM = 2  # steps that are unlike others: nothing is traced in the first, and the disk has no states to read
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def plain(size: str, micros: int) -> dict[str, Any]:
+    """Seconds of forward and backward of one micro-batch, without an engine, all ranks at it."""
+    shape = gpt.SHAPES[size]
+    model = gpt.make(shape)
+    forward, backward = [], []
+    _meet()
+    for number in range(micros):
+        model.zero_grad()
+        begin = time.perf_counter()
+        loss = model(gpt.batch(shape, number))
+        middle = time.perf_counter()
+        loss.backward()
+        forward.append(middle - begin)
+        backward.append(time.perf_counter() - middle)
+    return {"forward": statistics.median(forward[1:]), "backward": statistics.median(backward[1:])}
+
+
+def rates(placement: str, disk: str) -> dict[str, Any]:
+    """Of the linear layers of overspill.estimate.measured, one token a step, all ranks at it."""
+    _meet()
+    forward, backward = measured.plain(1)
+    _meet()
+    budget = {"host": "2GiB", "nvme": [disk]} if placement == "nvme" else {"host": "2GiB"}
+    engine = {"device": "host", "train_after_save": False, "placement": placement}
+    times = measured.engine_times({"budget": budget, "engine": engine, "gradient_clipping": 1e6})
+    return times | {"plain_forward": forward, "plain_backward": backward}
+
+
+def train(size: str, config: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Seconds of each step, and bytes of the last ones."""
+    shape = gpt.SHAPES[size]
+    engine, *_ = overspill.initialize(gpt.make(shape), config)
+    micros = config.get("gradient_accumulation_steps", 1)
+    seconds, moved = [], []
+    try:
+        _meet()
+        for number in range(WARM + steps):
+            begin = time.perf_counter()
+            for micro in range(micros):
+                engine.backward(engine(gpt.batch(shape, number * micros + micro)))
+                engine.step()
+            seconds.append(time.perf_counter() - begin)
+            report = engine.report()
+            moved.append((report["read_bytes"], report["written_bytes"]))
+        engine.synchronize()
+        stats, plan = engine.stats(), engine.plan.as_dict()
+    finally:
+        engine.close()
+    return {
+        "steps": seconds[WARM:],
+        "read": statistics.median(read for read, _ in moved[WARM:]),
+        "written": statistics.median(written for _, written in moved[WARM:]),
+        "host": stats["host_used_bytes"],
+        "nvme": stats["nvme_allocated_bytes"],
+        "ring_slots": plan["ring_slots"],
+    }
+
+
+def ready():
+    """Known to the others of its team."""
+    torch.set_num_threads(int(sys.argv[1]))
+    if len(sys.argv) > 2 and json.loads(sys.argv[2]) > 1:
+        dist.init_process_group("gloo")
+    return {}, {"plain": plain, "rates": rates, "train": train}
+
+
+if __name__ == "__main__":
+    serve(ready)
