@@ -24,7 +24,7 @@ _OTHERS = (
     "per_machine",
     "sequences",
     "seq_len",
-    "recompute",
+    "keep_layers",
     "measure",
     "table",
     "plot",
@@ -115,9 +115,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--sequences", type=positive, metavar="N", help="of a micro-batch on one rank (default 1)")
     add("--seq-len", type=positive, metavar="N", help="tokens of a sequence (default 2048)")
     add(
-        "--recompute",
-        action=argparse.BooleanOptionalAction,
-        help="compute layers again in backward, so that forward keeps only their inputs (default yes)",
+        "--keep-layers",
+        action="store_true",
+        help="forward keeps all that backward needs; by default each layer is computed again from its input",
     )
     add(
         "--measure",
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
         args.sequences or 1,
         args.seq_len or 2048,
         args.accumulate or 1,
-        True if args.recompute is None else args.recompute,
+        not args.keep_layers,
     )
     config = _config(args)
     ranks = args.ranks or 1
@@ -281,7 +281,8 @@ def _as_options(error: str) -> str:
         ("down", "--link"),
     ):
         error = error.replace(
-            f"the lane {lane}, which has no speed", f"{option}, which is missing: give its speed"
+            f"the lane {lane}, which has no speed",
+            f"{option}, which is missing: give its speed, such as 10GB/s",
         )
     return error
 

@@ -167,7 +167,9 @@ def of_count(count: int) -> Model:
         heads -= 1
     config = LlamaConfig(
         hidden_size=width,
-        intermediate_size=max(64, round(8 * width / 3 / 64) * 64),
+        intermediate_size=max(
+            8, round((count - 2 * words * width - 4 * layers * width**2) / (24 * layers * width)) * 8
+        ),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
