@@ -335,19 +335,23 @@ void Schedule::used(const Use& use) {
   try_step();
 }
 
-/// A gradient: to the host, over the ranks, to the disk.
+/// A gradient: to the host, over the ranks, to the disk. Where the ranks sum on their devices, only this
+/// rank's part goes to the host.
 void Schedule::give(const Use& use) {
   const double bytes = gradient_bytes(use.unit);
   const bool stays = plan_.on_device[use.unit] || (plan_.summed_on_device[use.unit] && !use.last);
   const double down = device_.shares_host_memory || stays ? 0 : bytes;
   const bool sums = layout_.slices > 1 && (plan_.gradients_pooled || use.last);
+  const bool there = plan_.sums_device_bytes > 0;
   double spilled = 0;
   for (size_t job : units_[use.unit].jobs) spilled += jobs_[job].gradient;
   ++on_their_way_;
-  lanes_.move(Lane::down, down, kAhead, [=, this] {
+  lanes_.move(Lane::down, there ? 0 : down, kAhead, [=, this] {
     lanes_.move(Lane::network, sums ? bytes * from_others() : 0, kAhead, [=, this] {
-      lanes_.move(Lane::read, use.adds ? spilled : 0, kAhead,
-                  [=, this] { lanes_.move(Lane::write, spilled, kAhead, [=, this] { given(use); }); });
+      lanes_.move(Lane::down, there ? down / static_cast<double>(layout_.slices) : 0, kAhead, [=, this] {
+        lanes_.move(Lane::read, use.adds ? spilled : 0, kAhead,
+                    [=, this] { lanes_.move(Lane::write, spilled, kAhead, [=, this] { given(use); }); });
+      });
     });
   });
 }

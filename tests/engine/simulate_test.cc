@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "engine/plan/plan.h"
+#include "kernels/device_kernels.h"
 
 namespace overspill::testing {
 namespace {
@@ -143,6 +144,29 @@ TEST(Simulate, ADeviceGetsWeightsByItsLink) {
   EXPECT_GE(simulated_bytes(step, Lane::up), 2 * kAll) << "each unit once at least";
   EXPECT_LE(simulated_bytes(step, Lane::up), 4 * kAll);
   EXPECT_EQ(simulated_bytes(step, Lane::down), 2 * kAll) << "gradients";
+}
+
+TEST(Simulate, RanksThatSumOnTheirDevicesSendTheirPartDown) {
+  Config config = simulated_config(Placement::host);
+  config.device_budget_bytes = int64_t{1} << 30;
+  const Layout layout = engine::make_layout(alike_units(), config.chunk_elements, 0, 4);
+  const engine::DeviceTraits device{
+      .shares_host_memory = false, .updates = kernels::all_formats(), .gathers = true};
+  const engine::Plan plan = engine::make_plan(layout, config, device);
+  ASSERT_GT(plan.sums_device_bytes, 0);
+  const SimulatedStep step = engine::simulate(layout, plan, config, device, even_work(1, 2), even_rates());
+  EXPECT_LE(simulated_bytes(step, Lane::down), 2 * kAll / 4) << "less of those that live there";
+  EXPECT_LE(simulated_bytes(step, Lane::up), 4 * kAll / 4) << "shards, which meet there";
+}
+
+TEST(Simulate, ATableThatIsLookedUpIsNotReadInBackward) {
+  Config config = simulated_config(Placement::nvme);
+  config.prefetch_units = 1;  // so that the arena does not keep it from forward to backward
+  std::vector<UnitWork> work = even_work(1, 2);
+  const double all = simulated_bytes(simulated(config, work, even_rates()), Lane::read);
+  work[0].in_backward = false;
+  const double fewer = simulated_bytes(simulated(config, work, even_rates()), Lane::read);
+  EXPECT_NEAR(all - fewer, 2.0 * kElements, 1);
 }
 
 TEST(Simulate, RefusesWhatItCannotKnow) {

@@ -62,7 +62,8 @@ class Machine:
 
     def shared_by(self, ranks: int) -> Machine:
         """What each of so many ranks has of a machine that they share. GPU, link and compute are each rank's own, where
-        there is a GPU."""
+        there is a GPU. The network is not divided then: NCCL's rings pass each machine once, so a gathered unit crosses
+        its network once for all of its ranks (links between its GPUs are taken to be faster)."""
         own = self.device_bytes > 0
         return replace(
             self,
@@ -72,7 +73,7 @@ class Machine:
             disk_bytes_per_s=self.disk_bytes_per_s / ranks,
             read_bytes_per_s=self.read_bytes_per_s / ranks,
             write_bytes_per_s=self.write_bytes_per_s / ranks,
-            network_bytes_per_s=self.network_bytes_per_s / ranks,
+            network_bytes_per_s=self.network_bytes_per_s / (1 if own else ranks),
             update_s=None if self.update_s is None else self.update_s * ranks,
         )
 

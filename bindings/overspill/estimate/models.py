@@ -77,7 +77,8 @@ class Model:
         return kept + 10 * tokens * self.words
 
 
-def _made(config: Any, name: str) -> Model:
+def made(config: Any, name: str) -> Model:
+    """Of a config of transformers. Raises ModelError, CheckpointError where it asks for absurdly many modules."""
     from transformers import AutoModelForCausalLM
 
     words = config.get_text_config()
@@ -123,7 +124,7 @@ def of_config(path: str | Path) -> Model:
         config = AutoConfig.for_model(**said)
     except Exception as error:
         raise ModelError(f"overspill: {file}: transformers cannot read it: {error!s:.300}") from error
-    return _made(config, str(path))
+    return made(config, str(path))
 
 
 def parse_count(text: str) -> int:
@@ -175,4 +176,4 @@ def of_count(count: int) -> Model:
         num_key_value_heads=heads,
         vocab_size=words,
     )
-    return _made(config, f"{layers} layers of width {width:,}, as Llama has them")
+    return made(config, f"{layers} layers of width {width:,}, as Llama has them")
