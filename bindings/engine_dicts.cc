@@ -134,6 +134,7 @@ py::dict stats_dict(engine::Engine& self) {
   out["guesses_dropped"] = stats.guesses_dropped;
   out["guesses_unfinished"] = stats.guesses_unfinished;
   out["trace_departures"] = stats.trace_departures;
+  out["gathers"] = stats.gathers;
   out["activations_kept_bytes"] = stats.activations.put_bytes;
   out["activations_written_bytes"] = stats.activations.written_bytes;
   out["activations_read_bytes"] = stats.activations.read_bytes;

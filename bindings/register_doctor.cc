@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -43,10 +44,21 @@ Topology topology() {
 
 /// The drives below a folder, and how worn they say they are.
 py::list drives(const std::string& folder) {
-  py::list out;
-  for (const std::string& name : io::disks_of(folder)) {
+  struct Told {
+    std::string name;
+    std::optional<io::DriveWear> wear;
     std::string unknown;
-    const auto wear = io::read_drive_wear(name, unknown);
+  };
+  std::vector<Told> told;
+  {
+    const py::gil_scoped_release release;  // a drive that hangs answers late
+    for (const std::string& name : io::disks_of(folder)) {
+      Told& drive = told.emplace_back(Told{name, std::nullopt, {}});
+      drive.wear = io::read_drive_wear(name, drive.unknown);
+    }
+  }
+  py::list out;
+  for (const auto& [name, wear, unknown] : told) {
     py::dict drive;
     drive["name"] = name;
     drive["percentage_used"] = wear ? py::cast(wear->percentage_used) : py::none();

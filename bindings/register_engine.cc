@@ -335,6 +335,7 @@ void register_looks(EngineClass& cls) {
            })
       .def("report", &Engine::report, Released())
       .def("report_inside", &Engine::report_inside, Released())
+      .def("report_sum", &Engine::report_sum, Released())
       .def("begin_backward", &Engine::begin_backward, Released())
       .def_property_readonly("plan", &Engine::plan)
       .def("record_journal", &Engine::record_journal, Released())

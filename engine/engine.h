@@ -10,8 +10,9 @@
 //   begin_pass(), begin_backward(), read_part(), add_gradient(), begin_gradient() and everything of a
 //   PartedGradient, has_gradient(), generation(), resident_now(), expect_step();
 //
-//   save_progress(), hurry_save(), device(), layout(), plan(), stats(), report(), report_inside(), figures(),
-//   predict(), predict_budgets(), record_journal(), take_journal(), take_device_spans().
+//   save_progress(), hurry_save(), device(), layout(), plan(), stats(), report(), report_inside(),
+//   report_sum(), figures(), predict(), predict_budgets(), record_journal(), take_journal(),
+//   take_device_spans().
 //
 // All others change or read weights, states or gradients as a whole. The caller calls them one at a time,
 // from any thread, and calls none of the methods up to expect_step() above while one of them runs; those
@@ -133,6 +134,7 @@ struct Stats {
   int64_t guesses_dropped = 0;     // those whose update step() dropped
   int64_t guesses_unfinished = 0;  // wanted, being made or being written now
   int64_t trace_departures = 0;
+  int64_t gathers = 0;  // units whose weights were brought into a block beside their home
   ActivationStats activations;
   int64_t gather_free_run_bytes = 0;  // the longest run of the arena that is free now
   io::StoreStats store;
@@ -301,6 +303,8 @@ class Engine {
   StepReport report();
   /// The same without the time between the previous step() and the next forward.
   StepReport report_inside();
+  /// The sum of all reports since the engine was made.
+  StepReport report_sum();
   /// The median of the latest steps (telemetry/report.h).
   MachineFigures figures();
   /// What steps take under this plan, and would under other host budgets (plan/predict.h), by those

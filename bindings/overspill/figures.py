@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from . import given, memory, timeline
+from . import given, memory, metrics, timeline
 from .config import Config
 from .plan import Plan
 from .residency import Residency
@@ -29,6 +29,13 @@ class Figures:
         """What the last step spent its time on (docs/step.md); None before the first."""
         report = self._residency.core.report()
         return report.as_dict() if report.total_ns else None
+
+    def metrics(self) -> str:
+        """The figures of this rank for Prometheus, in its text exposition format 0.0.4 (docs/monitoring.md): an HTTP
+        handler's thread may ask while a step runs, and does not wait for it. Counters begin at 0 with the engine; those
+        of steps and micro-batches go on with a checkpoint that is loaded. After `close` the last figures stay, but for
+        those of NVMe folders, where the engine has no files any more."""
+        return metrics.of_engine(self)
 
     def predict(self, budgets: Iterable[int] | None = None) -> dict[str, Any]:
         """Predicts, from the measurements so far, the time of a step under this plan, its lower bound, and the same for

@@ -27,6 +27,7 @@ Stats Engine::stats() {
   stats.guesses_taken = m.core.stats.guesses_taken;
   stats.guesses_dropped = m.core.stats.guesses_dropped;
   stats.guesses_unfinished = m.updater.guesses_unfinished();
+  stats.gathers = m.core.stats.gathers;
   stats.trace_departures = m.gatherer.trace().departures();
   stats.activations = m.activations.stats();
   stats.gather_free_run_bytes = m.gatherer.largest_free_run();
@@ -44,6 +45,12 @@ StepReport Engine::report_inside() {
   Core& core = machine_to_look_at().core;
   const MutexLock guard(core.mutex());
   return core.meter.last_inside();
+}
+
+StepReport Engine::report_sum() {
+  Core& core = machine_to_look_at().core;
+  const MutexLock guard(core.mutex());
+  return core.meter.sum();
 }
 
 MachineFigures Engine::figures() {

@@ -21,6 +21,7 @@ struct ScheduleStats {
   int64_t updates = 0;  // chunks
   int64_t guesses_taken = 0;
   int64_t guesses_dropped = 0;
+  int64_t gathers = 0;  // units that began to fill a block
   int64_t wait_ns = 0;  // callers waited for weights or updates
 };
 

@@ -13,6 +13,20 @@ constexpr size_t bit(Activity activity) {
 constexpr size_t kDisk = bit(Activity::read) | bit(Activity::write);
 constexpr size_t kNotComputing = bit(Activity::wait) | bit(Activity::call);
 
+/// Adds `one` to `sum`.
+void add(StepReport& sum, const StepReport& one) {
+  for (auto member :
+       {&StepReport::total_ns, &StepReport::call_ns, &StepReport::wait_ns, &StepReport::wait_for_disk_ns,
+        &StepReport::update_ns, &StepReport::update_hidden_ns, &StepReport::updated_elements,
+        &StepReport::read_ns, &StepReport::write_ns, &StepReport::disk_hidden_ns})
+    sum.*member += one.*member;
+  for (auto member : {&StepReport::compute_ns, &StepReport::update_worker_ns, &StepReport::disk_ns,
+                      &StepReport::read_bytes, &StepReport::written_bytes})
+    for (size_t phase = 0; phase < kPhases; ++phase) (sum.*member)[phase] += (one.*member)[phase];
+  for (size_t cause = 0; cause < kCauses; ++cause) sum.wait_by_cause_ns[cause] += one.wait_by_cause_ns[cause];
+  sum.step = one.step;
+}
+
 }  // namespace
 
 void StepMeter::pass_time() {
@@ -114,6 +128,7 @@ void StepMeter::stepped(int64_t step) {
   last_reached_ns_.swap(reached_ns_);
   std::fill(reached_ns_.begin(), reached_ns_.end(), kNotReached);
   last_ = now_;
+  add(sum_, now_);
   now_ = {};
   time_ns_ = {};
 }

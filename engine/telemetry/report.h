@@ -97,6 +97,8 @@ class StepMeter {
   /// The same without Phase::outside, so without saves, evaluations and time for which the process was
   /// stopped.
   const StepReport& last_inside() const { return last_inside_; }
+  /// The sum of all reports so far, for counters that only grow; `step` is the last one's.
+  const StepReport& sum() const { return sum_; }
   /// The latest reports, in no order, without the first two steps: nothing is traced in the first, and the
   /// updates during the second have no states to read.
   std::span<const StepReport> recent() const;
@@ -122,6 +124,7 @@ class StepMeter {
   StepReport now_;
   StepReport last_;
   StepReport last_inside_;
+  StepReport sum_;
   std::array<StepReport, kRemembered> recent_{};
   int64_t reports_ = 0;
   std::vector<int64_t> reached_ns_;  // by unit: of the forward's compute

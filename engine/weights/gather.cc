@@ -213,6 +213,7 @@ bool Gatherer::start_fill(int32_t unit, Urgency urgency) {
   state.gathered = Gathered::filling;
   state.block = block;
   core_.journal.note(Happening::gathering, unit);
+  ++core_.stats.gathers;
   const Unit& layout = setup_.layout.units[unit];
   block->arriving = layout.chunk_count + 1;  // the last one is this function's own
   for (int32_t c = layout.first_chunk; c < layout.first_chunk + layout.chunk_count; ++c) {

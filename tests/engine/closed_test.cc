@@ -108,6 +108,7 @@ const Calls& answered() {
       {"save_progress", [](Engine& e) { EXPECT_FALSE(e.save_progress().under_way); }},
       {"report", [](Engine& e) { EXPECT_EQ(e.report().step, 4); }},
       {"report_inside", [](Engine& e) { EXPECT_EQ(e.report_inside().step, 4); }},
+      {"report_sum", [](Engine& e) { EXPECT_EQ(e.report_sum().step, 4); }},
       {"figures", [](Engine& e) { EXPECT_GT(e.figures().steps, 0); }},
       {"predict", [](Engine& e) { EXPECT_GT(e.predict().step_s, 0); }},
       {"predict_budgets", [](Engine& e) { EXPECT_EQ(e.predict_budgets(budgets).size(), 2U); }},

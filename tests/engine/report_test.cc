@@ -103,6 +103,10 @@ TEST(StepMeter, WhatPassesBetweenTwoStepsIsNoPartOfTheSecondAlone) {
   at(1020), meter.stepped(2);
 
   const StepReport& alone = meter.last_inside();
+  EXPECT_EQ(meter.sum().step, 2);
+  EXPECT_EQ(meter.sum().total_ns, 10 + meter.last().total_ns) << "of both steps, and the time between them";
+  EXPECT_EQ(meter.sum().written_sum_bytes(), 512 + 4096);
+  EXPECT_EQ(meter.sum().wait_by_cause_ns[static_cast<size_t>(Cause::rest)], 3);
   EXPECT_EQ(alone.step, 2);
   EXPECT_EQ(alone.total_ns, 20);
   EXPECT_EQ(alone.compute_sum_ns(), 17);

@@ -50,6 +50,16 @@ def ok(bench, arguments, ranks=2):
     return out
 
 
+def test_each_rank_writes_metrics_of_its_own(bench):
+    out, file = bench.root / "metrics", bench.root / "run.prom"
+    ok(bench, bench.train_args(out, **EXACT, steps=2, metrics=file))
+    assert not file.exists()
+    for rank in range(2):
+        text = (bench.root / f"run-rank{rank}.prom").read_text()
+        assert f'overspill_steps_total{{rank="{rank}"}} 2\n' in text
+        assert f'overspill_train_loss{{rank="{rank}"}} {losses(out)[-1][1]!r}\n' in text
+
+
 def losses(out):
     return [(record["step"], record["loss"], record["tokens"]) for record in tiny.log(out)]
 

@@ -42,7 +42,7 @@ SAMPLES = {
 OWN = {  # options that no configuration file has
     "model", "data", "heldout", "seq_len", "warmup", "checkpointing", "torch_threads", "steps", "config",
     "save_every", "save_minutes", "eval_batches", "cache", "schedule", "epochs", "eval_every",
-    "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "report_to", "keep_every", "blocking_saves",
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "report_to", "metrics", "keep_every", "blocking_saves",
 }  # fmt: skip
 
 

@@ -179,6 +179,7 @@ class Loop:
         )
         self.steps = steps
         self.step = self.position = 0
+        self.last: dict[str, Any] | None = None  # the record of the last step
         self.seconds = 0.0  # of all steps
         self.steps_here = 0  # of this process
         self.written: dict[str, int] = {}  # bytes by path, in them
@@ -299,6 +300,7 @@ class Loop:
         record["nvme_paths"] = self._traffic(stats)
         self.seconds += seconds
         self.steps_here += 1
+        self.last = record
         for path, moved in record["nvme_paths"].items():
             self.written[path] = self.written.get(path, 0) + moved["written_bytes"]
         return record

@@ -58,9 +58,14 @@ class Ranks:
         return self.number == 0
 
     @property
+    def here(self) -> int:
+        """Its number among this machine's."""
+        return 0 if self.world == 1 else int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
     def first_here(self) -> bool:
         """Of this machine's."""
-        return self.world == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
+        return self.here == 0
 
     def each(self, value: Any) -> list[Any]:
         """Every rank's value, which JSON can have."""

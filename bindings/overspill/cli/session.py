@@ -11,6 +11,7 @@ from overspill.cli import fits, room, troubles, wear
 from overspill.cli.adapting import adapted
 from overspill.cli.chosen import Chosen
 from overspill.cli.common import CliError, describe, load_tokenizer, quiet_transformers
+from overspill.cli.exporter import Exporter, of_run
 from overspill.cli.leftovers import remove_unfinished
 from overspill.cli.output import say, warn
 from overspill.cli.ranks import Ranks, SharedStop, on_this_machine
@@ -47,6 +48,7 @@ class Session:
         stack: contextlib.ExitStack,
         record: Record | None,
         ranks: Ranks,
+        exporter: Exporter,
     ):
         quiet_transformers()
         import torch
@@ -57,6 +59,7 @@ class Session:
 
         settings = chosen.settings
         self.folder, self.chosen, self.settings, self.ranks = folder, chosen, settings, ranks
+        self.exporter = exporter
         self.record = record if ranks.first else None
         self.shows_steps = False  # a timeline was recorded
         self.base, self.began_before = checkpoint, stored is not None
@@ -177,6 +180,7 @@ class Session:
         with self.ranks.all_or_none():
             if self.ranks.first:
                 self._begin_folder()
+        self.exporter.begin(lambda: of_run(self.loop, dict(self.run["heldout"]), self.run.get(SAVED)), warn)
 
     def _load(self, checkpoint: Path) -> dict[str, Any]:
         from overspill.checkpointing import OfAnotherKind
@@ -239,6 +243,8 @@ class Session:
         say(self.engine.plan_text.removesuffix("\n"))
         if self.engine.compiled is not None:
             say("the first step takes longer: torch.compile compiles the model's blocks")
+        for line in self.exporter.lines():
+            say(line)
         for line in self.room.lines():
             say(f"  {line}")
         say(f"  {self._save_text()}")
@@ -298,6 +304,7 @@ class Session:
                     record = self.loop.train_step()
                 if record is None:
                     break
+                self.exporter.step()
                 if self.saver is not None:
                     record["save_seconds"] = self.saver.stall_seconds()
                     self._tell(record, display, shown)
@@ -316,6 +323,7 @@ class Session:
                 hook(self.loop)
         for board in shown:
             board.close()
+        self.exporter.write()
         try:
             if self.ranks.first:
                 return self._close()

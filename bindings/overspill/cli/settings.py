@@ -82,6 +82,7 @@ class Settings:
     eval_batches: int = _field(16, fixed=False, key=None, least=0)
     cache: str | None = _field(None, fixed=False, key=None)
     report_to: list[str] | None = _field(None, fixed=False, key=None)
+    metrics: list[str] | None = _field(None, fixed=False, key=None)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for run.json."""

@@ -10,6 +10,7 @@ stopped.
     overspill train ... --format 8bit                          5 bytes a parameter in place of 12
     overspill train ... --data chats.jsonl --epochs 3 --schedule cosine --warmup 100 --eval-every 200
     overspill train ... --optimizer lion --lr 5e-6 --format compact
+    overspill train ... --metrics 9400                         for Prometheus: http://127.0.0.1:9400/metrics
     torchrun --nproc_per_node=2 -m overspill.cli train ...     several ranks, each with --batch sequences of its own
     overspill train ... --lora-rank 16 --frozen nf4 --lr 2e-4  an adapter over a base in 4 bits (QLoRA)
 """
@@ -40,6 +41,7 @@ from overspill.cli.common import (
     two_or_more,
 )
 from overspill.cli.device import require
+from overspill.cli.exporter import Exporter, destination
 from overspill.cli.ranks import Ranks
 from overspill.cli.recorder import Record, check_boards, check_trace
 from overspill.cli.run_folder import RunFolder
@@ -267,6 +269,14 @@ def _add_looks(parser: argparse.ArgumentParser) -> None:
         help="where the log's numbers go too (default: TensorBoard's files in --out, where it is installed)",
     )
     add(
+        "--metrics",
+        nargs="+",
+        type=destination,
+        metavar="PORT|FILE",
+        help="for Prometheus (docs/monitoring.md): PORT or HOST:PORT answers at /metrics (HOST: 127.0.0.1; each rank "
+        "at the next port); FILE, which ends in .prom, is written after steps, for node_exporter (each rank its own)",
+    )
+    add(
         "--trace",
         type=absolute,
         metavar="FILE",
@@ -313,7 +323,10 @@ def _train(args: argparse.Namespace, hook, summarise: Callable[[Session], Any]) 
             model_folder(Path(chosen.settings.model))
             checkpoint = _checkpoint(folder, args.resume, stored)
             require(chosen.config.engine.device, chosen.config.budget.device)
-        session = Session(folder, chosen, stored, checkpoint, stack, _record(args, folder), ranks)
+            exporter = Exporter(chosen.settings.metrics, ranks.here, ranks.number, ranks.world)
+            stack.callback(exporter.close)
+        record = _record(args, folder)
+        session = Session(folder, chosen, stored, checkpoint, stack, record, ranks, exporter)
         session.begin()
         try:
             code = session.train(hook)
