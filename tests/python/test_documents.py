@@ -53,6 +53,28 @@ def test_the_script_of_the_readme_works_twice_and_looks_at_its_folder_before_tra
         exec(block, {})
 
 
+def test_the_script_of_monitoring_answers_a_scrape():
+    """At a port that is free in place of its own."""
+    import socket
+    import urllib.request
+
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    made = {}
+    exec(script("docs/monitoring.md", "In a script of your own", **{", 9400)": f", {port})"}), made)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+            text, kind = answer.read().decode(), answer.headers["Content-Type"]
+    finally:
+        made["server"].shutdown()
+        made["server"].server_close()
+        made["engine"].close()
+    values = {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
+    assert values["overspill_steps_total"] == 3 and kind == "text/plain; version=0.0.4; charset=utf-8"
+
+
 def test_the_commands_of_the_readme_run(on_disk, tmp_path, monkeypatch, capsys):
     """As they stand, but for names, sizes and the number of steps."""
     monkeypatch.chdir(tmp_path)

@@ -17,6 +17,7 @@ COMMANDS = (
     "doctor",
     "plan",
     "train",
+    "top",
     "timeline",
     "verify",
     "checkpoint",
@@ -35,6 +36,7 @@ EXAMPLES = """examples:
   overspill plan --model ./smollm2 --host-budget 600MiB --nvme /mnt/disk
   overspill train --model ./smollm2 --data ./texts --host-budget 600MiB --nvme /mnt/disk --out runs/first --steps 40
   overspill train --out runs/first --resume
+  overspill top runs/first
   overspill timeline runs/first
   overspill verify runs/first/checkpoints/step-000040
   overspill checkpoint ls runs/first

@@ -8,15 +8,27 @@ from overspill.cli import output
 from overspill.extras import MissingExtra, need
 from overspill.memory import human
 
+# What the figures of the log are called, here and in `overspill top`.
+SPEED = "tokens/s"
+TIERS = {"host_used_bytes": "host", "device_bytes": "device", "nvme_allocated_bytes": "nvme"}
+TIMES = {
+    "compute_seconds": "compute",
+    "update_seconds": "update",
+    "read_seconds": "read",
+    "write_seconds": "write",
+    "wait_seconds": "waited",
+}
+SKIPPED = "SKIPPED (not finite)"
+
 
 def _figures(record: dict[str, Any]) -> str:
-    skipped = "  SKIPPED (not finite)" if record["skipped"] else ""
-    return (
-        f"loss {record['loss']:.4f}  {record['tokens_per_s']:.0f} tokens/s  host {human(record['host_used_bytes'])}  "
-        f"nvme {human(record['nvme_allocated_bytes'])}  compute {record['compute_seconds']:.2f}  "
-        f"update {record['update_seconds']:.2f}  read {record['read_seconds']:.2f}  "
-        f"write {record['write_seconds']:.2f}  waited {record['wait_seconds']:.2f} s{skipped}"
-    )
+    tiers = [
+        f"{word} {human(record[key])}" for key, word in TIERS.items() if key != "device_bytes" or record[key]
+    ]
+    times = [f"{word} {record[key]:.2f}" for key, word in TIMES.items()]
+    skipped = [SKIPPED] if record["skipped"] else []
+    speed = f"{record['tokens_per_s']:.0f} {SPEED}"
+    return "  ".join([f"loss {record['loss']:.4f}", speed, *tiers, f"{'  '.join(times)} s", *skipped])
 
 
 class Display:

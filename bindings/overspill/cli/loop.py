@@ -20,9 +20,12 @@ from overspill.data import Batches, Sequences, evaluation_batches
 from overspill.state import random_states, restore_random_states
 
 LOGGED = (
+    "host_budget_bytes",
     "host_used_bytes",
     "host_peak_bytes",
+    "device_bytes",
     "nvme_allocated_bytes",
+    "nvme_reserved_bytes",
     "nvme_read_bytes",
     "nvme_written_bytes",
     "activations_written_bytes",
@@ -284,6 +287,9 @@ class Loop:
         tokens = self.sequences_a_step * self.settings.seq_len
         record = {
             "step": self.step,
+            "steps": self.steps,
+            "ranks": self._ranks.world,
+            "ended": time.time(),
             "loss": loss,
             "lr": rate,
             "norm": result.norm,
@@ -296,7 +302,9 @@ class Loop:
         }
         record.update({key: stats[key] for key in LOGGED})
         record["wait_seconds"] = stats["wait_seconds"] - waited
-        record.update(_spent(self.engine._core.report_inside().as_dict()))
+        report = self.engine._core.report_inside().as_dict()
+        record.update(_spent(report))
+        record["wait_by_cause"] = report["wait_by_cause"]
         record["nvme_paths"] = self._traffic(stats)
         self.seconds += seconds
         self.steps_here += 1

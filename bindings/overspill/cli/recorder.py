@@ -204,5 +204,9 @@ def _is_there(module: str) -> bool:
     return True
 
 
+_NO_CURVES = ("step", "steps", "ranks", "ended")
+
+
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in record.items() if name not in ("step", "nvme_paths")}
+    numbers = {name: value for name, value in record.items() if isinstance(value, (int, float))}
+    return {name: float(value) for name, value in numbers.items() if name not in _NO_CURVES}

@@ -235,10 +235,10 @@ class RunFolder:
             lines.pop()
         found = []
         for number, line in enumerate(lines, 1):
-            record = _parsed(line)
+            record = parsed_line(line)
             if record is None and number == len(lines):
                 break
-            wrong = "it is no JSON" if record is None else _wrong(record)
+            wrong = "it is no JSON" if record is None else wrong_line(record)
             if wrong:
                 raise CliError(
                     f"{self.log_path}:{number} is damaged: {wrong}. Only the log and plot.png need it: delete that "
@@ -248,7 +248,7 @@ class RunFolder:
         return found
 
 
-def _parsed(line: bytes) -> Any:
+def parsed_line(line: bytes) -> Any:
     """None for what is no JSON in UTF-8."""
     try:
         return json.loads(line.decode())
@@ -256,16 +256,16 @@ def _parsed(line: bytes) -> Any:
         return None
 
 
-def _wrong(record: Any) -> str:
+def wrong_line(record: Any) -> str:
     """What makes a line of the log useless; empty where nothing does."""
     if not isinstance(record, dict):
         return f"an object is expected, not {type(record).__name__}"
     if type(record.get("step")) is not int or record["step"] < 0:
         return f"step = {record.get('step')!r:.40} is no number of a step"
-    bad = [name for name in NEEDED if not _is_number(record.get(name))]
+    bad = [name for name in NEEDED if not is_number(record.get(name))]
     return f"{bad[0]} = {record.get(bad[0])!r:.40} is no number" if bad else ""
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Whether a float can be it. A loss that is not finite is one."""
     return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)

@@ -32,6 +32,7 @@ class Holder:
 
     name: str
     boot: str  # no two running kernels have the same; empty where it is not known
+    since: float = 0.0  # when it was written, by the time of day
 
     MARK = "process "
 
@@ -47,6 +48,17 @@ class Holder:
     @property
     def text(self) -> str:
         return f"{self.name}\n{self.boot}\n"
+
+    @property
+    def lives(self) -> bool:
+        """Whether a process of its number is there. Only of one on this machine does that say anything."""
+        try:
+            os.kill(int(self.name.removeprefix(self.MARK).partition(" ")[0]), 0)
+        except PermissionError:
+            return True
+        except (OSError, ValueError, OverflowError):
+            return False
+        return True
 
     def on_this_machine(self) -> bool:
         return self.boot != "" and self.boot == _boot_id()
@@ -96,6 +108,24 @@ class RunLock:
             )
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, Holder.here().text.encode(), 0)
+
+    @classmethod
+    def holder(cls, folder: Path) -> Holder | None:
+        """Who wrote the lock of `folder`, and did not clear it; None where nobody did. Takes nothing: a process that
+        looks must keep none out."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            handle = os.open(folder / cls.NAME, flags)
+        except OSError:
+            return None
+        try:
+            status = os.fstat(handle)
+            text = _text(handle) if stat.S_ISREG(status.st_mode) else ""
+        finally:
+            os.close(handle)
+        if not text.startswith(Holder.MARK):
+            return None
+        return dataclasses.replace(Holder.parse(text), since=status.st_mtime)
 
     def close(self) -> None:
         with contextlib.suppress(
