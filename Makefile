@@ -8,7 +8,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-all setup-test build build-all train train-compare test test-cpp test-python test-long fuzz bench-activations bench-adam bench-checkpoint bench-compile bench-formats bench-gguf bench-gpu bench-gradient bench-inference bench-intake bench-io bench-limited bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheels clean
+.PHONY: help setup setup-all setup-test build build-all train train-compare test test-cpp test-python test-long fuzz bench-activations bench-adam bench-checkpoint bench-compile bench-formats bench-gguf bench-gpu bench-gradient bench-inference bench-intake bench-io bench-limited bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheels docs docs-serve clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -142,6 +142,13 @@ neon:  ## The update's kernels for aarch64, cross-compiled and tested under qemu
 wheels: setup-all  ## manylinux wheels of each CPython that is here, into dist/cpu and dist/cuda (where nvcc is)
 	@tools/setup --wheels
 	@tools/wheels
+
+docs: setup  ## The documentation as a site, build/docs/index.html; a broken link fails
+	@tools/setup --docs
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON_VENV) -m mkdocs build --strict --quiet && echo "docs: build/docs/index.html"
+
+docs-serve: docs  ## The same with search at http://127.0.0.1:8000, until Ctrl-C
+	@$(PYTHON_VENV) -m http.server --bind 127.0.0.1 --directory build/docs 8000
 
 clean:  ## Remove build products (.venv and runs/ stay)
 	rm -rf build dist .pytest_cache .ruff_cache

@@ -45,8 +45,7 @@ class Strategy(_strategies.DDPStrategy):  # type: ignore[misc]
     Args:
         config: a dict, the path of a JSON file, or a Config (docs/configuration.md), without an optimizer and a
             scheduler. None: half of the memory that is free, and no disk
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
-            timeout, start_method: DDPStrategy's
+        accelerator: DDPStrategy's, and so are all that follow
 
     Raises: in `fit`, before training, ValueError for precision="16-mixed", a callback that unfreezes parameters,
     checkpoints that go elsewhere than to a folder of this machine, or from another thread; ConfigError; what

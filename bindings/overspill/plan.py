@@ -73,11 +73,14 @@ class Plan:
     """Where weights, states and gradients of one rank live, and what memory the step needs. `str(plan)` is the table
     that the commands print.
 
-    units:              in the order of the model
-    host_bytes:         of host memory, of the budget `host_budget_bytes`
-    device_bytes:       of a GPU's memory; 0 where the model computes on the CPU
-    nvme_reserve_bytes: room on the disks that the engine reserves at its start, checkpoints included
-    nvme_read_bytes_per_step, nvme_written_bytes_per_step: of the disks, with one forward and one backward pass
+    Attributes:
+        units: in the order of the model
+        host_budget_bytes: the budget of host memory
+        host_bytes: what the plan takes of it
+        device_bytes: of a GPU's memory; 0 where the model computes on the CPU
+        nvme_reserve_bytes: room on the disks that the engine reserves at its start, checkpoints included
+        nvme_read_bytes_per_step: of the disks, with one forward and one backward pass
+        nvme_written_bytes_per_step: the same
     """
 
     units: tuple[Unit, ...]

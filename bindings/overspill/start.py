@@ -27,10 +27,11 @@ OptimizerT = TypeVar("OptimizerT", OverspillOptimizer, parts.Several)
 class Initialized(NamedTuple, Generic[OptimizerT]):
     """What `initialize` returns. It unpacks: `engine, optimizer, dataloader, lr_scheduler = initialize(...)`.
 
-    engine:       the model, as an nn.Module, with the calls that train and save it
-    optimizer:    steps the engine; of a list of optimizers a sequence in the same order
-    dataloader:   over `training_data`, in micro-batches of this rank; None without it
-    lr_scheduler: the one that `engine.step` steps; None without one
+    Attributes:
+        engine: the model, as an nn.Module, with the calls that train and save it
+        optimizer: steps the engine; of a list of optimizers a sequence in the same order
+        dataloader: over `training_data`, in micro-batches of this rank; None without it
+        lr_scheduler: the one that `engine.step` steps; None without one
     """
 
     engine: Engine

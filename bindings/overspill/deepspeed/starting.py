@@ -40,9 +40,14 @@ def initialize(
 
     Args:
         args: may have deepspeed_config, the path of the JSON, or deepscale_config, its old name
-        config, config_params: the JSON, a dict or a path
-        distributed_port, dist_init_required: without a meaning here: torchrun says where ranks meet
-        mpu, mesh_param: refused; docs/ranks.md has tensor parallelism
+        model: as of overspill.initialize, and so are optimizer, model_parameters, training_data, lr_scheduler and
+            collate_fn
+        config: the JSON, a dict or a path
+        config_params: its old name
+        distributed_port: without a meaning here: torchrun says where ranks meet
+        dist_init_required: without a meaning here, for the same reason
+        mpu: refused; docs/ranks.md has tensor parallelism
+        mesh_param: refused, for the same reason
 
     Raises: what overspill.initialize raises.
     """
