@@ -145,7 +145,7 @@ wheels: setup-all  ## manylinux wheels of each CPython that is here, into dist/c
 
 docs: setup  ## The documentation as a site, build/docs/index.html; a broken link fails
 	@tools/setup --docs
-	@NO_MKDOCS_2_WARNING=1 $(PYTHON_VENV) -m mkdocs build --strict --quiet && echo "docs: build/docs/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(PYTHON_VENV) -m mkdocs build --strict  # --quiet would hide warnings from --strict
 
 docs-serve: docs  ## The same with search at http://127.0.0.1:8000, until Ctrl-C
 	@$(PYTHON_VENV) -m http.server --bind 127.0.0.1 --directory build/docs 8000

@@ -35,6 +35,16 @@ NAMED = re.compile(r"""(?<![\w/">=])docs/([a-z-]+)\.md(?:#([a-z0-9-]+))?""")
 COMMON = ("date", "machine")
 
 
+RESULTS_PAGE = """# All result files
+
+Each bench ends with a line `RESULT {json}`. The repository keeps these lines in `docs/results/`. The tables of
+[the benchmarks on CPUs](performance.md) and [on an H100](gpu-results.md), of [ranks](ranks.md) and of
+[inference](inference.md) are made from them. A file without a date or a machine does not say it in this form.
+
+| file | date | machine |
+| --- | --- | --- |
+"""
+
 log = logging.getLogger("mkdocs.hooks.site_pages")  # mkdocs counts its warnings, and --strict refuses them
 named: set[tuple[str, str, str]] = set()  # page, page that it names, anchor
 
@@ -99,7 +109,8 @@ def page_of(name: str) -> str:
     text = (ROOT / name).read_text(encoding="utf-8")
     if name.endswith(".md"):
         return text
-    return f"# {posixpath.basename(name)}\n\n`{name}` of the repository:\n\n```{LANGUAGES[Path(name).suffix]}\n{text}```\n"
+    block = f"```{LANGUAGES[Path(name).suffix]}\n{text}```"
+    return f"# {posixpath.basename(name)}\n\n`{name}` of the repository:\n\n{block}\n"
 
 
 def list_of_results() -> str:
@@ -110,17 +121,4 @@ def list_of_results() -> str:
         result = json.loads(path.read_text(encoding="utf-8"))
         said = [str(result.get(key, "")) if isinstance(result.get(key), str) else "" for key in COMMON]
         rows.append(f"| [{name}](results/{name}) | {' | '.join(said)} |")
-    return "\n".join(
-        [
-            "# All result files",
-            "",
-            "Each bench ends with a line `RESULT {json}`. The repository keeps these lines in `docs/results/`, and the tables of",
-            "[the benchmarks on CPUs](performance.md) and [on an H100](gpu-results.md), of [ranks](ranks.md) and of",
-            "[inference](inference.md) are made from them. A file without a date or a machine does not say it in this form.",
-            "",
-            "| file | date | machine |",
-            "| --- | --- | --- |",
-            *rows,
-            "",
-        ]
-    )
+    return RESULTS_PAGE + "\n".join(rows) + "\n"

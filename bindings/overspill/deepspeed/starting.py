@@ -40,8 +40,7 @@ def initialize(
 
     Args:
         args: may have deepspeed_config, the path of the JSON, or deepscale_config, its old name
-        model: as of overspill.initialize, and so are optimizer, model_parameters, training_data, lr_scheduler and
-            collate_fn
+        model: as of overspill.initialize, and so is what is not named here
         config: the JSON, a dict or a path
         config_params: its old name
         distributed_port: without a meaning here: torchrun says where ranks meet
