@@ -55,21 +55,29 @@ def load(
 ) -> Model:
     """Opens a Hugging Face folder (config.json, safetensors).
 
-    threads: as many as this process has cores, by default. weights: None keeps them as the files have them. "12bit"
-    keeps bf16 in three quarters of the bytes, without loss: the tokens are the same. "q8" rounds them to eight bits
-    and a scale for each 32 columns of a row, in about half the bytes of bf16: the tokens may be others. cache: None
-    keeps keys and values of earlier tokens in bf16 (fp32 where a matrix is). "int8" keeps them in eight bits and a
-    scale for each token of a head, in about half the bytes: the tokens may be others. budget: bytes of memory, as a
-    number or a text like "1200MiB", for weights, caches and buffers; what it does not hold of the weights is read from
-    the folder for each pass, ahead of use, and of a mixture's experts those that are asked for; the tokens are the
-    same. None holds all. positions: of all texts that are read at a time, for which a budget keeps room. rows: tokens
-    of a prompt that are computed together; what a budget does not hold is read once for so many, and their buffers
-    take about 70 bytes a token and hidden element.
+    Args:
+        folder: of the model
+        threads: None: as many as this process has cores
+        weights: None keeps them as the files have them. "12bit" keeps bf16 in three quarters of the bytes, without
+            loss: the tokens are the same. "q8" rounds them to eight bits and a scale for each 32 columns of a row, in
+            about half the bytes of bf16: the tokens may be others
+        cache: None keeps keys and values of earlier tokens in bf16 (fp32 where a matrix is). "int8" keeps them in
+            eight bits and a scale for each token of a head, in about half the bytes: the tokens may be others
+        budget: bytes of memory, as a number or a text like "1200MiB", for weights, caches and buffers. What it does not
+            hold of the weights is read from the folder for each pass, ahead of use, and of a mixture's experts those
+            that are asked for; the tokens are the same. None holds all
+        positions: of all texts that are read at a time, for which a budget keeps room
+        rows: tokens of a prompt that are computed together. What a budget does not hold is read once for so many, and
+            their buffers take about 70 bytes a token and hidden element
 
-    Raises UnknownModel where the model is of a family that is not among `families()`, or has a configuration key that
-    may change what it computes and is not known here; ModelError, its base, where the folder is damaged; BudgetError
-    for a budget that does not hold the least; StoreError for a disk that fails; MemoryError. In a forked child the
-    model cannot be used, and its calls raise WrongProcess.
+    Raises:
+        UnknownModel: a family that is not among `families()`, or a key of config.json that may change what is computed
+            and is not known here
+        ModelError: the folder is damaged
+        BudgetError: the budget does not hold the least
+        StoreError: a disk fails
+        MemoryError: there is not so much memory
+        WrongProcess: by the model's calls, in a forked child
     """
     return Model(
         folder, threads=threads, weights=weights, cache=cache, budget=budget, positions=positions, rows=rows
@@ -227,14 +235,24 @@ class Model:
     ) -> Iterator[int]:
         """Token after token of what follows the prompt, up to an end token, which is left out.
 
-        temperature: 0 takes the likeliest token. top_k: the likeliest so many, 0 for all. top_p (Holtzman et al. 2020):
-        the fewest whose probability is at least this. min_p (Nguyen et al. 2024): those of at least this part of the
-        largest probability. repetition (Keskar et al. 2019): above 1, tokens of the prompt and the answer become less
-        likely. bias: added to tokens' logits. end_tokens: instead of the folder's. lookup (Saxena 2023): up to so many
-        tokens that followed the last ones where they stood before are computed in the same pass, and kept where they
-        are what is drawn. The tokens are the same as without; a text that repeats its prompt comes faster.
-        Raises ValueError, at once, for a prompt without tokens, more tokens than a model with a table of positions
-        takes, or a value that is out of range.
+        Args:
+            prompt: a text, tokens, or a chat, as of `encode`
+            max_new_tokens: the most
+            temperature: 0 takes the likeliest token
+            top_k: draws from the likeliest so many; 0: from all
+            top_p: from the fewest whose probability is at least this (Holtzman et al. 2020)
+            min_p: from those of at least this part of the largest probability (Nguyen et al. 2024)
+            repetition: above 1, tokens of the prompt and the answer become less likely (Keskar et al. 2019)
+            seed: of what is drawn
+            bias: by token, what is added to its logit
+            end_tokens: instead of the folder's
+            lookup: up to so many tokens that followed the last ones where they stood before are computed in the same
+                pass, and kept where they are what is drawn (Saxena 2023). The tokens are the same as without; a text
+                that repeats its prompt comes faster
+
+        Raises:
+            ValueError: at once, for a prompt without tokens, more tokens than a model with a table of positions takes,
+                or a value that is out of range
         """
         ids = self.encode_some(prompt)
         if max_new_tokens < 1:

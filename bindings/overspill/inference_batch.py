@@ -101,13 +101,19 @@ class Batch:
     In a forked child every call raises WrongProcess; open another one there, of a model that the child loaded."""
 
     def __init__(self, model: Model, *, texts: int = 8, positions: int | None = None, waiting: int = 64):
-        """texts: computed at once, at most 32. positions: tokens that the cache has room for, those of all texts
-        together and of beginnings that are kept for later ones; by default what the model's budget keeps, or, without a
-        budget, 2048 (or the model's context, where that is less) for each text. A text for which there is no room
-        waits. waiting: requests beside the `texts` that are computed.
+        """
+        Args:
+            model: whose weights compute the answers
+            texts: computed at once, at most 32
+            positions: tokens that the cache has room for, those of all texts together and of beginnings that are kept
+                for later ones. A text for which there is no room waits. None: what the model's budget keeps, or,
+                without a budget, 2048 (or the model's context, where that is less) for each text
+            waiting: requests beside the `texts` that are computed
 
-        Raises ValueError for values out of range, BudgetError where the model's budget has less left for caches,
-        StoreError where the machine refuses a thread.
+        Raises:
+            ValueError: a value is out of range
+            BudgetError: the model's budget has less left for caches
+            StoreError: the machine refuses a thread
         """
         if positions is None:
             positions = model.budget_positions or texts * min(model.context, _POSITIONS_A_TEXT)
@@ -136,10 +142,16 @@ class Batch:
         """Asks for what follows the prompt, and returns at once. The answer has the tokens that `Model.tokens` has with
         the same options; see there.
 
-        log_probabilities: of the token that is drawn and of the likeliest so many; 0 for none. constraint: excludes
-        tokens that may not come next; what it raises is a ValueError of this answer alone.
-        Raises QueueFull where as many requests wait as may; ValueError for a prompt without tokens, one that does not
-        fit the cache with its answer, or a value that is out of range; RuntimeError after `close`.
+        Args:
+            prompt: as of `Model.tokens`, and so is what is not named here
+            log_probabilities: of the token that is drawn and of the likeliest so many; 0 for none
+            constraint: excludes tokens that may not come next; what it raises is a ValueError of this answer alone
+
+        Raises:
+            QueueFull: as many requests wait as may
+            ValueError: a prompt without tokens, one that does not fit the cache with its answer, or a value that is
+                out of range
+            RuntimeError: after `close`
         """
         ids = self._model.encode_some(prompt)
         ends = self._model.end_tokens if end_tokens is None else end_tokens

@@ -404,7 +404,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
-        """None: gradients are dense here."""
+        """Empty, since gradients are dense here."""
         return set()
 
     def empty_partition_cache(self) -> None:
