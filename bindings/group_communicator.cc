@@ -42,7 +42,6 @@ class Held {
 };
 
 py::object view(std::span<const std::byte> data) {
-  if (data.empty()) return py::none();
   return py::memoryview::from_memory(const_cast<std::byte*>(data.data()),
                                      static_cast<py::ssize_t>(data.size()), false);
 }
@@ -66,7 +65,8 @@ class GroupCommunicator final : public engine::Communicator {
     const size_t slice = data.size() / world_;
     const auto at = [&](int rank) { return data.subspan(rank * slice, slice); };
     move(
-        Call::all_gather, [&](int) { return at(rank_); }, at);
+        Call::all_gather, 1, [&](int, size_t) { return at(rank_); },
+        [&](int rank, size_t) { return at(rank); });
   }
 
   void all_to_all(std::span<const std::byte> send, std::span<std::byte> receive) override {
@@ -75,24 +75,37 @@ class GroupCommunicator final : public engine::Communicator {
     const size_t slice = send.size() / world_;
     if (slice > 0) std::memcpy(receive.data() + rank_ * slice, send.data() + rank_ * slice, slice);
     move(
-        Call::all_to_all, [&](int rank) { return send.subspan(rank * slice, slice); },
-        [&](int rank) { return receive.subspan(rank * slice, slice); });
+        Call::all_to_all, 1, [&](int rank, size_t) { return send.subspan(rank * slice, slice); },
+        [&](int rank, size_t) { return receive.subspan(rank * slice, slice); });
   }
 
   void exchange(std::span<const std::span<const std::byte>> send,
                 std::span<const std::span<std::byte>> receive) override {
+    const engine::Exchange one{{send.begin(), send.end()}, {receive.begin(), receive.end()}};
+    exchange_together({&one, 1});
+  }
+
+  /// As one call: a call through Python costs more time than the bytes of a small unit.
+  void exchange_together(std::span<const engine::Exchange> exchanges) override {
     const MutexLock turn(turn_);
     begin(Call::exchange);
-    for (int peer = 0; peer < world_; ++peer)
-      mine_[peer] = {calls_, send[peer].size(), receive[peer].size(), Call::exchange};
+    for (int peer = 0; peer < world_; ++peer) {
+      mine_[peer] = {calls_, 0, 0, Call::exchange};
+      for (const engine::Exchange& one : exchanges) {
+        if (one.on_device) throw std::logic_error("a torch.distributed group moves host memory alone");
+        mine_[peer].send_bytes += one.send[peer].size();
+        mine_[peer].receive_bytes += one.receive[peer].size();
+      }
+    }
     hear(Call::exchange);
     for (int peer = 0; peer < world_; ++peer) {
       if (peer == rank_) continue;
-      check_pair(peer, rank_, said_[peer].send_bytes, receive[peer].size());
-      check_pair(rank_, peer, send[peer].size(), said_[peer].receive_bytes);
+      check_pair(peer, rank_, said_[peer].send_bytes, mine_[peer].receive_bytes);
+      check_pair(rank_, peer, mine_[peer].send_bytes, said_[peer].receive_bytes);
     }
     move(
-        Call::exchange, [&](int rank) { return send[rank]; }, [&](int rank) { return receive[rank]; });
+        Call::exchange, exchanges.size(), [&](int rank, size_t i) { return exchanges[i].send[rank]; },
+        [&](int rank, size_t i) { return exchanges[i].receive[rank]; });
   }
 
   void all_reduce_sum(std::span<double> values) override {
@@ -134,8 +147,8 @@ class GroupCommunicator final : public engine::Communicator {
     said_[rank_] = mine_[rank_];
     const std::span mine(mine_), said(said_);
     move(
-        call, [&](int rank) { return std::as_bytes(mine.subspan(rank, 1)); },
-        [&](int rank) { return std::as_writable_bytes(said.subspan(rank, 1)); });
+        call, 1, [&](int rank, size_t) { return std::as_bytes(mine.subspan(rank, 1)); },
+        [&](int rank, size_t) { return std::as_writable_bytes(said.subspan(rank, 1)); });
     const auto difference = engine::find_difference(world_, [&](int rank) {
       turn_.assume_held();
       const Announcement& said = said_[rank];
@@ -154,9 +167,9 @@ class GroupCommunicator final : public engine::Communicator {
     if (sent != room) fail(Call::exchange, engine::odd_pair(from, to, sent, room));
   }
 
-  /// Bytes from send(peer) to each peer, and from each into receive(peer).
+  /// Bytes from send(peer, i) to each peer, and from each into receive(peer, i), for every i below `count`.
   template <class Send, class Receive>
-  void move(Call call, Send send, Receive receive) REQUIRES(turn_) {
+  void move(Call call, size_t count, Send send, Receive receive) REQUIRES(turn_) {
     if (world_ == 1) return;
     std::string lost;
     try {
@@ -164,9 +177,14 @@ class GroupCommunicator final : public engine::Communicator {
       py::list sends, receives;
       bool anything = false;
       for (int peer = 0; peer < world_; ++peer) {
-        sends.append(peer == rank_ ? py::none() : view(send(peer)));
-        receives.append(peer == rank_ ? py::none() : view(receive(peer)));
-        anything = anything || (peer != rank_ && (!send(peer).empty() || !receive(peer).empty()));
+        py::list to, from;
+        for (size_t i = 0; i < count && peer != rank_; ++i) {
+          if (!send(peer, i).empty()) to.append(view(send(peer, i)));
+          if (!receive(peer, i).empty()) from.append(view(receive(peer, i)));
+        }
+        anything = anything || !to.empty() || !from.empty();
+        sends.append(to);
+        receives.append(from);
       }
       if (anything) lost = group_.get().attr("exchange")(sends, receives).cast<std::string>();
     } catch (const py::error_already_set& error) {

@@ -154,6 +154,9 @@ void register_specs(py::module_& m) {
           "format", [](const UnitSpec& self) { return std::string(engine::format_name(self.format)); })
       .def_readonly("dtype", &UnitSpec::dtype)
       .def_readonly("segments", &UnitSpec::segments);
+}
+
+void register_config(py::module_& m) {
   py::class_<PythonConfig>(m, "Config")
       .def(py::init<>())
       .def_readwrite("host_budget_bytes", &PythonConfig::host_budget_bytes)
@@ -171,6 +174,7 @@ void register_specs(py::module_& m) {
       .def_readwrite("skip_nonfinite", &PythonConfig::skip_nonfinite)
       .def_readwrite("chunk_elements", &PythonConfig::chunk_elements)
       .def_readwrite("stage", &PythonConfig::stage)
+      .def_readwrite("bucket_bytes", &PythonConfig::bucket_bytes)
       .def_readwrite("rank_timeout_ms", &PythonConfig::rank_timeout_ms)
       .def_readwrite("io_deadline_ms", &PythonConfig::io_deadline_ms)
       .def_property(
@@ -396,6 +400,7 @@ void EngineDeleter::operator()(Engine* engine) const {
 void register_engine(py::module_& m) {
   using Released = py::call_guard<py::gil_scoped_release>;
   register_specs(m);
+  register_config(m);
   register_plan(m);
   py::class_<engine::StepResult>(m, "StepResult")
       .def_readonly("step", &engine::StepResult::step)

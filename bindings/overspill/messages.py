@@ -26,31 +26,31 @@ class Messages:
         self._lost = group.lost
         self._sent: dict[int, list[Any]] = {}  # by rank: what it may not have yet
 
-    def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> str:
-        """Sends and receives buffers, by rank; None for no bytes. Returns when all is done: "", or what went wrong.
+    def exchange(self, sends: Sequence[Sequence[Any]], receives: Sequence[Sequence[Any]]) -> str:
+        """Sends and receives buffers, by rank: of each a list, none of them empty, and both ends of a pair give the
+        same lengths in the same order. Returns when all is done: "", or what went wrong.
 
         When a connection breaks, gloo (pair.cc, signalException) tells those who wait for a receive that has not begun,
         and nobody else: who waits for a transfer in progress waits until its timeout. So only empty messages and small
-        ones are waited for here. One follows each large transfer, and one answers it.
+        ones are waited for here. One follows the buffers for a rank where one of them is large, and one answers it.
         """
         peer = self._rank
         try:
             arriving, leaving = [], []
-            for peer, buffer in enumerate(receives):
-                if buffer is not None:
-                    arriving.append((peer, self._begin_receive(_tensor(buffer), peer)))
+            for peer, buffers in enumerate(receives):
+                if buffers:
+                    arriving.append((peer, self._begin_receive(list(map(_tensor, buffers)), peer)))
             before, self._sent = self._sent, {}
-            for peer, buffer in enumerate(sends):
-                if buffer is None:
+            for peer, buffers in enumerate(sends):
+                if _is_large(buffers):
+                    leaving.append((peer, self._begin_send(list(map(_tensor, buffers)), peer)))
                     continue
-                if len(buffer) <= _SMALL_BYTES:
+                for buffer in buffers:
                     self._send(_tensor(bytearray(buffer)), peer, self._call)
-                else:
-                    leaving.append((peer, self._begin_send(_tensor(buffer), peer)))
             for peer, works in arriving:
                 self._wait(works)
                 before.pop(peer, None)  # who sends has all that was sent to it before this call
-                if len(works) > 1:
+                if _is_large(receives[peer]):
                     self._send(_nothing(), peer, self._got)
             for peer, works in leaving:
                 self._wait(works)
@@ -65,17 +65,17 @@ class Messages:
         """gloo ends its connections when nobody holds the group."""
         self._torch_group, self._sent = None, {}
 
-    def _begin_receive(self, tensor: torch.Tensor, peer: int) -> list[Any]:
-        """What is to be waited for."""
-        works = [self._receive(tensor, peer, self._call)]
-        if tensor.numel() > _SMALL_BYTES:
+    def _begin_receive(self, tensors: list[torch.Tensor], peer: int) -> list[Any]:
+        """What is to be waited for. Messages of one tag arrive in the order in which they were sent."""
+        works = [self._receive(tensor, peer, self._call) for tensor in tensors]
+        if _is_large(tensors):
             works.append(self._receive(_nothing(), peer, self._end))
         return works
 
-    def _begin_send(self, tensor: torch.Tensor, peer: int) -> list[Any]:
-        """Of a large one: what is to be waited for."""
+    def _begin_send(self, tensors: list[torch.Tensor], peer: int) -> list[Any]:
+        """Where one is large: what is to be waited for."""
         got = self._receive(_nothing(), peer, self._got)
-        works = [self._send(tensor, peer, self._call), got]
+        works = [*(self._send(tensor, peer, self._call) for tensor in tensors), got]
         self._send(_nothing(), peer, self._end)
         return works
 
@@ -118,7 +118,7 @@ class Line(Messages):
     def send(self, tensor: torch.Tensor) -> None:
         """Borrows a contiguous tensor on the CPU: nobody changes it until `finish` has returned."""
         with self._noticing():
-            self._leaving[-1].append(self._begin_send(_bytes_of(tensor), self._peer))
+            self._leaving[-1].append(self._begin_send([_bytes_of(tensor)], self._peer))
 
     def begin_receiving(self) -> None:
         """The messages of a value follow. Who sends them has the answers to the value before the last one."""
@@ -164,6 +164,11 @@ class Line(Messages):
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _is_large(buffers: Sequence[Any]) -> bool:
+    """Buffers or tensors of bytes."""
+    return any(len(buffer) > _SMALL_BYTES for buffer in buffers)
 
 
 def _tensor(buffer: Any) -> torch.Tensor:

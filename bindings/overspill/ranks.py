@@ -144,8 +144,9 @@ class Group:
 
     # ---- what the core calls
 
-    def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> str:
-        """Sends and receives buffers, by rank; None for no bytes. Returns when all is done: "", or what went wrong."""
+    def exchange(self, sends: Sequence[Sequence[Any]], receives: Sequence[Sequence[Any]]) -> str:
+        """Sends and receives lists of buffers, by rank (Messages.exchange). Returns when all is done: "", or what went
+        wrong."""
         return self._calls.exchange(sends, receives)
 
     def declare(self, why: str) -> str:
@@ -244,7 +245,7 @@ class Group:
         """By rank. Raises EngineFailed when a rank is lost."""
         given = [list(sends), list(receives)]
         for of in given:
-            of[:] = [each if len(each) > 0 and rank != self.rank else None for rank, each in enumerate(of)]
+            of[:] = [[each] if len(each) > 0 and rank != self.rank else [] for rank, each in enumerate(of)]
         if why := (messages or self._words).exchange(*given):
             first = self.declare(why)
             self.leave()

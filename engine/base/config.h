@@ -39,6 +39,8 @@ struct Config {
   // Several ranks: gradients are summed by the transport's own reduce-scatter, in its order and precision, in
   // place of an exchange and an fp32 sum in rank order. Needs Communicator::reduces().
   bool library_sums = false;
+  // Several ranks: units that are wanted at the same time go as one call, up to so many bytes; 0: each alone.
+  int64_t bucket_bytes = 1 << 20;
   int64_t rank_timeout_ms =
       30 * 60 * 1000;          // a rank that does nothing for so long while others wait has failed
   int64_t io_deadline_ms = 0;  // a disk that answers nothing for so long fails the engine; 0: never

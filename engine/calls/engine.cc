@@ -23,6 +23,7 @@ Config checked(Config config) {
   if (config.activations_bytes < 0) throw std::invalid_argument("activations_bytes must not be negative");
   if (config.threads < 0) throw std::invalid_argument("threads must not be negative");
   if (config.prefetch_units < 0) throw std::invalid_argument("prefetch_units must not be negative");
+  if (config.bucket_bytes < 0) throw std::invalid_argument("bucket_bytes must not be negative");
   if (config.gradient_accumulation < 1)
     throw std::invalid_argument("gradient_accumulation must be at least 1");
   if (!(config.max_grad_norm >= 0)) throw std::invalid_argument("max_grad_norm must not be negative");

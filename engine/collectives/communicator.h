@@ -11,6 +11,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "cpu_optim/format.h"
 
@@ -23,6 +24,13 @@ namespace overspill::engine {
 class CommunicatorError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
+};
+
+/// One of several exchanges that are made together. By rank, as of Communicator::exchange().
+struct Exchange {
+  std::vector<std::span<const std::byte>> send;
+  std::vector<std::span<std::byte>> receive;
+  bool on_device = false;  // in memory of Communicator::device()
 };
 
 class Communicator {
@@ -52,6 +60,11 @@ class Communicator {
   /// std::logic_error where there is no device().
   virtual void exchange_on_device(std::span<const std::span<const std::byte>> send,
                                   std::span<const std::span<std::byte>> receive);
+
+  /// Makes all of these exchanges, in any order, and returns when all are done. Every rank gives as many, in
+  /// the same order. A transport whose calls cost more than their bytes sends them as one call; the default
+  /// makes one call for each.
+  virtual void exchange_together(std::span<const Exchange> exchanges);
 
   /// Element-wise sums, added in rank order on every rank: bit-equal everywhere.
   virtual void all_reduce_sum(std::span<double> values) = 0;
@@ -86,6 +99,16 @@ inline int64_t whole_elements(std::span<const std::byte> data, optim::Element el
 inline void Communicator::exchange_on_device(std::span<const std::span<const std::byte>>,
                                              std::span<const std::span<std::byte>>) {
   throw std::logic_error("this transport moves host memory alone");
+}
+
+inline void Communicator::exchange_together(std::span<const Exchange> exchanges) {
+  for (const Exchange& one : exchanges) {
+    if (one.on_device) {
+      exchange_on_device(one.send, one.receive);
+    } else {
+      exchange(one.send, one.receive);
+    }
+  }
 }
 
 inline void Communicator::reduce_scatter_sum(std::span<const std::byte>, std::span<std::byte>,

@@ -39,6 +39,18 @@ class CountingCommunicator final : public Communicator {
     count_pairs(send, receive);
   }
 
+  /// Counts as one call.
+  void exchange_together(std::span<const Exchange> exchanges) override {
+    ranks_->exchange_together(exchanges);
+    int64_t sent = 0;
+    int64_t received = 0;
+    for (const Exchange& one : exchanges) {
+      sent += bytes_of(one.send);
+      received += bytes_of(one.receive);
+    }
+    count(traffic_->exchanged, sent, received);
+  }
+
   void all_reduce_sum(std::span<double> values) override {
     ranks_->all_reduce_sum(values);
     const auto bytes = static_cast<int64_t>(values.size_bytes()) * (world() - 1);
@@ -65,14 +77,16 @@ class CountingCommunicator final : public Communicator {
  private:
   void count_pairs(std::span<const std::span<const std::byte>> send,
                    std::span<const std::span<std::byte>> receive) {
-    int64_t sent = 0;
-    int64_t received = 0;
+    count(traffic_->exchanged, bytes_of(send), bytes_of(receive));
+  }
+  /// To or from all other ranks.
+  template <class Spans>
+  int64_t bytes_of(const Spans& by_rank) const {
+    int64_t bytes = 0;
     for (int peer = 0; peer < world(); ++peer) {
-      if (peer == rank()) continue;
-      sent += static_cast<int64_t>(send[peer].size());
-      received += static_cast<int64_t>(receive[peer].size());
+      if (peer != rank()) bytes += static_cast<int64_t>(by_rank[peer].size());
     }
-    count(traffic_->exchanged, sent, received);
+    return bytes;
   }
   static void count(Traffic::Kind& kind, int64_t sent, int64_t received) {
     ++kind.calls;

@@ -131,28 +131,40 @@ class MpiCommunicator final : public Communicator {
 
   void exchange(std::span<const std::span<const std::byte>> send,
                 std::span<const std::span<std::byte>> receive) override {
+    const Exchange one{{send.begin(), send.end()}, {receive.begin(), receive.end()}};
+    exchange_together({&one, 1});
+  }
+
+  /// Messages of a pair of ranks arrive in the order in which they were sent, so one tag is enough.
+  void exchange_together(std::span<const Exchange> exchanges) override {
     announce(Call::exchange, 0, 0);  // what is sent differs from pair to pair
     std::vector<MPI_Request> requests;
-    for_peers([&](int peer) {
-      if (!receive[peer].empty()) {
-        const SliceType slice(receive[peer].size());
-        check(MPI_Irecv(receive[peer].data(), slice.count(), slice.type(), peer, kDataTag, ranks_,
+    for (const Exchange& one : exchanges) {
+      if (one.on_device) throw std::logic_error("MPI moves host memory alone");
+      for_peers([&](int peer) {
+        if (one.receive[peer].empty()) return;
+        const SliceType slice(one.receive[peer].size());
+        check(MPI_Irecv(one.receive[peer].data(), slice.count(), slice.type(), peer, kDataTag, ranks_,
                         &requests.emplace_back()),
               "MPI_Irecv");
-      }
-    });
+      });
+    }
     const size_t received = requests.size();
-    for_peers([&](int peer) {
-      if (send[peer].empty()) return;
-      const SliceType slice(send[peer].size());
-      check(MPI_Isend(send[peer].data(), slice.count(), slice.type(), peer, kDataTag, ranks_,
-                      &requests.emplace_back()),
-            "MPI_Isend");
-    });
+    for (const Exchange& one : exchanges) {
+      for_peers([&](int peer) {
+        if (one.send[peer].empty()) return;
+        const SliceType slice(one.send[peer].size());
+        check(MPI_Isend(one.send[peer].data(), slice.count(), slice.type(), peer, kDataTag, ranks_,
+                        &requests.emplace_back()),
+              "MPI_Isend");
+      });
+    }
     size_t next = 0;
-    for_peers([&](int peer) {
-      if (!receive[peer].empty()) finish_received(requests[next++], peer, receive[peer].size());
-    });
+    for (const Exchange& one : exchanges) {
+      for_peers([&](int peer) {
+        if (!one.receive[peer].empty()) finish_received(requests[next++], peer, one.receive[peer].size());
+      });
+    }
     for (size_t i = received; i < requests.size(); ++i) finish(requests[i], Call::exchange);
   }
 

@@ -28,6 +28,7 @@ uint64_t fingerprint(const Layout& layout, const Config& config) {
   mix(config.sum_over_ranks ? 1 : 0);
   mix(config.skip_nonfinite ? 1 : 0);
   mix(config.micro_batches_together ? 1 : 0);
+  mix(static_cast<uint64_t>(config.bucket_bytes));
   mix(static_cast<uint64_t>(layout.slices));
   for (const Unit& unit : layout.units) {
     for (const char c : unit.name) mix(static_cast<unsigned char>(c));
@@ -54,9 +55,7 @@ Rounds::Rounds(const Setup& setup, Core& core, RankGroups& ranks, Demand& demand
       model_(fingerprint(setup.layout, setup.config)),
       seen_progress_(static_cast<size_t>(setup.layout.slices)),
       seen_ns_(static_cast<size_t>(setup.layout.slices)),
-      gives_(static_cast<size_t>(setup.layout.slices)),
-      send_(static_cast<size_t>(setup.layout.slices)),
-      receive_(static_cast<size_t>(setup.layout.slices)) {}
+      gives_(static_cast<size_t>(setup.layout.slices)) {}
 
 Rounds::~Rounds() {
   leave();
@@ -162,7 +161,7 @@ void Rounds::round() {
   } else {
     sum(agreement_.sums);
   }
-  for (const int32_t unit : agreement_.gathers) gather(unit);
+  gather(agreement_.gathers);
   lock.lock();
   if (agreement_.meet) call->done = true;
   if (agreement_.out_of_room && gradients_.sums().stuck()) gradients_.sums().refuse();
@@ -269,7 +268,40 @@ void Rounds::sum(std::span<const int32_t> units) {
   }
 }
 
-void Rounds::gather(int32_t unit) {
+/// In groups that go as one call each. All ranks make the same ones: the units and their order are agreed on.
+void Rounds::gather(std::span<const int32_t> units) {
+  while (!units.empty()) {
+    const size_t count = count_together(units);
+    gather_together(units.first(count));
+    units = units.subspan(count);
+  }
+}
+
+/// How many of the first units go together: at least one, and no more than Config::bucket_bytes, since the
+/// first, for which a caller may wait, arrives with the last.
+size_t Rounds::count_together(std::span<const int32_t> units) const {
+  size_t count = 0;
+  int64_t bytes = 0;
+  for (const int32_t unit : units) {
+    bytes += setup_.layout.units[unit].bytes();
+    if (count > 0 && bytes > setup_.config.bucket_bytes) break;
+    ++count;
+  }
+  return count;
+}
+
+void Rounds::gather_together(std::span<const int32_t> units) {
+  if (exchanges_.size() < units.size()) exchanges_.resize(units.size());
+  for (size_t i = 0; i < units.size(); ++i) prepare(units[i], exchanges_[i]);
+  ranks_.communicator->exchange_together(std::span(exchanges_).first(units.size()));
+  const MutexLock guard(core_.mutex());
+  for (const int32_t unit : units) {
+    if (said_.says(setup_.layout.shard, Say::wants, unit)) gatherer_.collected(unit);
+  }
+}
+
+/// What this rank sends of the unit, and where it receives the others' shards if it wants them.
+void Rounds::prepare(int32_t unit, Exchange& exchange) {
   const int own = setup_.layout.shard;
   const auto bytes = static_cast<size_t>(setup_.layout.units[unit].shard_bytes());
   const bool wants = said_.says(own, Say::wants, unit);
@@ -281,22 +313,15 @@ void Rounds::gather(int32_t unit) {
     if (wants) room = gatherer_.begin_collecting(unit);
   }
   // Who does not want it sends it from where it is.
-  const bool on_device = wants ? gatherer_.collects_on_device() : setup_.lives_on_device(unit);
-  if (wants && on_device) shard = room + own * bytes;
+  exchange.on_device = wants ? gatherer_.collects_on_device() : setup_.lives_on_device(unit);
+  if (wants && exchange.on_device) shard = room + own * bytes;
+  exchange.send.assign(static_cast<size_t>(said_.ranks()), {});
+  exchange.receive.assign(static_cast<size_t>(said_.ranks()), {});
   for (int rank = 0; rank < said_.ranks(); ++rank) {
-    const bool to = rank != own && said_.says(rank, Say::wants, unit);
-    send_[rank] = to ? std::span(shard, bytes) : std::span<const std::byte>();
-    receive_[rank] = wants && rank != own ? std::span(room + rank * bytes, bytes) : std::span<std::byte>();
+    if (rank == own) continue;
+    if (said_.says(rank, Say::wants, unit)) exchange.send[rank] = std::span(shard, bytes);
+    if (wants) exchange.receive[rank] = std::span(room + rank * bytes, bytes);
   }
-  Communicator& ranks = *ranks_.communicator;
-  if (on_device) {
-    ranks.exchange_on_device(send_, receive_);
-  } else {
-    ranks.exchange(send_, receive_);
-  }
-  if (!wants) return;
-  const MutexLock guard(core_.mutex());
-  gatherer_.collected(unit);
 }
 
 /// A rank whose caller waits is not hanging: it waits for another. Of the others one that has made no call

@@ -92,7 +92,10 @@ class Rounds {
   bool is_so(Say say, int32_t unit, const Standing& own) const REQUIRES(engine_mutex);
   bool differs() const REQUIRES(engine_mutex);
   void sum(std::span<const int32_t> units) EXCLUDES(engine_mutex);
-  void gather(int32_t unit) EXCLUDES(engine_mutex);
+  void gather(std::span<const int32_t> units) EXCLUDES(engine_mutex);
+  size_t count_together(std::span<const int32_t> units) const;
+  void gather_together(std::span<const int32_t> units) EXCLUDES(engine_mutex);
+  void prepare(int32_t unit, Exchange& exchange) EXCLUDES(engine_mutex);
   void look_for_hanging_ranks();
 
   const Setup& setup_;
@@ -116,8 +119,7 @@ class Rounds {
   std::vector<uint64_t> seen_progress_;  // by rank
   std::vector<int64_t> seen_ns_;
   std::vector<uint8_t> gives_;
-  std::vector<std::span<const std::byte>> send_;
-  std::vector<std::span<std::byte>> receive_;
+  std::vector<Exchange> exchanges_;  // of units that are gathered together
   std::thread thread_;
 };
 

@@ -71,6 +71,7 @@ PYBIND11_MODULE(_ranks_conformance, m) {
   namespace conformance = overspill::engine::conformance;
   namespace py = pybind11;
   define(m, "move_every_slice", [](Communicator& ranks) { conformance::move_every_slice(ranks); });
+  define(m, "exchange_together", [](Communicator& ranks) { conformance::exchange_together(ranks); });
   define(m, "exchange_what_each_pair_wants",
          [](Communicator& ranks) { conformance::exchange_what_each_pair_wants(ranks); });
   define(m, "an_odd_pair", conformance::an_odd_pair);

@@ -73,6 +73,40 @@ inline void exchange_what_each_pair_wants(Communicator& ranks, int rounds = 50) 
   }
 }
 
+/// Several exchanges as one call; of each the ranks' bytes arrive in the memory of that exchange.
+inline void exchange_together(Communicator& ranks, int rounds = 20) {
+  const int world = ranks.world(), rank = ranks.rank();
+  const auto bytes_of = [](int round, int i, int from, int to) {
+    return static_cast<size_t>((round + i * 7 + from * 5 + to * 3) % 4 * 701);
+  };
+  for (int round = 0; round < rounds; ++round) {
+    const int count = round % 4;
+    std::vector<engine::Exchange> exchanges(static_cast<size_t>(count));
+    std::vector<std::vector<std::byte>> sent(count * world), received(count * world);
+    for (int i = 0; i < count; ++i) {
+      exchanges[i].send.resize(world);
+      exchanges[i].receive.resize(world);
+      for (int peer = 0; peer < world; ++peer) {
+        if (peer == rank) continue;
+        auto& out = sent[i * world + peer];
+        auto& in = received[i * world + peer];
+        out.assign(bytes_of(round, i, rank, peer), pattern(rank, peer, i));
+        in.resize(bytes_of(round, i, peer, rank));
+        exchanges[i].send[peer] = out;
+        exchanges[i].receive[peer] = in;
+      }
+    }
+    ranks.exchange_together(exchanges);
+    for (int i = 0; i < count; ++i) {
+      for (int from = 0; from < world; ++from) {
+        for (const std::byte byte : received[i * world + from])
+          ASSERT_EQ(byte, pattern(from, rank, i)) << "round " << round << ", exchange " << i;
+      }
+    }
+    for (auto& bytes : sent) std::ranges::fill(bytes, std::byte{0xEE});  // nobody still reads it
+  }
+}
+
 /// Every rank's bytes in memory of its device in every other round, so that each kind meets each.
 inline void exchange_from_either_memory(Communicator& ranks, kernels::Device& device, int rounds = 20) {
   const int world = ranks.world(), rank = ranks.rank();

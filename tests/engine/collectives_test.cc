@@ -58,6 +58,12 @@ TEST_P(Worlds, ExchangeWhatEachPairWants) {
   for (const auto& error : errors) EXPECT_EQ(error, "");
 }
 
+TEST_P(Worlds, ExchangeSeveralTogether) {
+  const auto errors =
+      run_world(GetParam(), kLong, [](Communicator& ranks) { conformance::exchange_together(ranks); });
+  for (const auto& error : errors) EXPECT_EQ(error, "");
+}
+
 TEST_P(Worlds, RefuseAnOddPair) {
   if (GetParam() < 2) GTEST_SKIP() << "a pair needs two ranks";
   expect_all_say(run_world(GetParam(), kLong, conformance::an_odd_pair),

@@ -61,6 +61,7 @@ TEST(Mpi, MovesEverySlice) {
 }
 
 TEST(Mpi, ExchangesWhatEachPairWants) {
+  EXPECT_EQ(what_it_throws(kLong, [](Communicator& ranks) { conformance::exchange_together(ranks); }), "");
   EXPECT_EQ(
       what_it_throws(kLong, [](Communicator& ranks) { conformance::exchange_what_each_pair_wants(ranks); }),
       "");

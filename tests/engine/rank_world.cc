@@ -32,6 +32,7 @@ std::unique_ptr<engine::Engine> model_rank(const std::vector<engine::UnitSpec>& 
   config.job = fmt::format("{}-{}-{}", options.job, ::getpid(), ranks->rank());
   config.threads = 1;
   config.prefetch_units = options.prefetch_units;
+  config.bucket_bytes = options.bucket_bytes;
   config.gradient_accumulation = options.micro_batches;
   config.micro_batches_together = options.together;
   config.max_grad_norm = options.max_grad_norm;

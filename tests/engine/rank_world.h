@@ -23,6 +23,7 @@ struct RankOptions {
   int micro_batches = 1;
   bool together = false;  // micro-batches pass each unit together
   int64_t prefetch_units = 4;
+  int64_t bucket_bytes = 1 << 20;
   int64_t host_budget_bytes = 64 << 20;
   double max_grad_norm = 1.0;
   int64_t rank_timeout_ms = 60'000;

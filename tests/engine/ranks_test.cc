@@ -115,6 +115,19 @@ TEST_P(Stages, EqualTheScalarReferenceWithUnitsOnTheDevice) {
   }
 }
 
+/// One rank has room for more units ahead than the other, so a group holds units that one of them has
+/// already.
+TEST(RanksBucket, GroupsChangeNoBit) {
+  for (const int64_t bucket : {int64_t{0}, int64_t{1} << 30}) {
+    std::vector<RankOptions> by_rank(2, {.stage = 3, .prefetch_units = 4, .bucket_bytes = bucket});
+    by_rank[1].prefetch_units = 2;
+    for (const Placement placement : {Placement::host, Placement::half, Placement::nvme}) {
+      for (RankOptions& options : by_rank) options.placement = placement;
+      expect_reference(train(by_rank), by_rank[0]);
+    }
+  }
+}
+
 /// Where each rank has a part of the states.
 class Shards : public Stages {};
 

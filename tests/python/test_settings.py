@@ -191,6 +191,7 @@ FILE_ONLY = {
     "loss_scaling.min_loss_scale": 0.5,
     "engine.io_backend": "threads",
     "engine.transport": "group",
+    "engine.bucket": 1 << 16,
     "engine.rank_timeout_seconds": 5.0,
     "engine.io_deadline_seconds": 60.0,
 }

@@ -23,6 +23,7 @@ def test_conformance(world):
     for rank, said in enumerate(json.loads(process.out) for process in ended):
         for name in (
             "move_every_slice",
+            "exchange_together",
             "exchange_what_each_pair_wants",
             "sum_in_rank_order_to_the_bit",
             "barrier",

@@ -225,6 +225,9 @@ class EngineOptions(Section):
     transport: Literal["auto", "group", "nccl"] = "auto"
     """What carries bytes between ranks. "auto": NCCL where each has a GPU of its own, else the group of
     torch.distributed."""
+    bucket: Annotated[Bytes, Field(ge=0)] = 1 << 20
+    """Layers that ranks gather at the same time go as one call, up to so many bytes (docs/ranks.md); 0: each goes
+    alone. The same on all ranks."""
     rank_timeout_seconds: Float = Field(1800.0, gt=0, le=_LONGEST_SECONDS)
     """So long ranks wait for one another in a collective."""
     io_deadline_seconds: Float = Field(0.0, ge=0, le=_LONGEST_SECONDS)
@@ -310,6 +313,7 @@ class Config(Section):
         """What has to be the same on all ranks: all but budgets, disks and how the engine works."""
         return self.model_dump(mode="json", exclude={"budget", "engine"}) | {
             "engine.chunk_elements": self.engine.chunk_elements,
+            "engine.bucket": self.engine.bucket,
         }
 
     def to_core(self, core: Any, rank: int | None = None, part: int | None = None, place: Any = None) -> Any:
@@ -331,9 +335,11 @@ class Config(Section):
         flat.stage = self.zero_optimization.stage
         flat.rank_timeout_ms = round(self.engine.rank_timeout_seconds * 1000)
         flat.io_deadline_ms = math.ceil(self.engine.io_deadline_seconds * 1000)
+        flat.bucket_bytes = self.engine.bucket
         for name in type(self.engine).model_fields:
             if name not in (
                 "job",
+                "bucket",
                 "rank_timeout_seconds",
                 "io_deadline_seconds",
                 "device",
