@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from . import given, memory, metrics, timeline
+from . import given, graph, memory, metrics, timeline
 from .config import Config
+from .graph import Graph
 from .plan import Plan
 from .residency import Residency
 
@@ -84,12 +85,32 @@ class Figures:
             MissingExtra: a picture, and matplotlib is not installed
             OSError: the file cannot be written
         """
-        file, settings = timeline.check("timeline", path), self._settings
+        file = timeline.check("timeline", path)
+        with timeline.recorded(self._residency, *self._sizes(), file):
+            yield
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """As timeline.units_of has them."""
+        settings = self._settings
         width = 4 if settings.gradient_accumulation_steps > 1 else 0
         divided = settings.zero_optimization.stage > 0
-        shards = self.world_size if divided else 1
-        with timeline.recorded(self._residency, width, settings.engine.chunk_elements, shards, file):
-            yield
+        return width, settings.engine.chunk_elements, self.world_size if divided else 1
+
+    def graph(self, step: Callable[[], Any]) -> Graph:
+        """The dataflow graph of a step: what needs what, how long it took, what is independent (docs/graph.md). With
+        several ranks all call it; each gets the graph of its own step.
+
+        Args:
+            step: makes one ordinary step, as the script does: forward, engine.backward, engine.step. It is called
+                twice, so the model makes two steps: the first is traced, and is slower; the second is timed
+
+        Raises:
+            RuntimeError: the step used no weight of this engine, or a trace or a timeline is being recorded
+            EngineFailed: an update of the step failed
+        """
+        owner = self._residency
+        units = timeline.units_of(owner, *self._sizes())
+        return graph.of_step(owner, step, units, owner.core.synchronize, self.world_size)
 
     @property
     def plan(self) -> Plan:

@@ -89,6 +89,7 @@ class Residency:
         self.told_whole: set[int] = set()  # units that are read in tiles, and were used whole
         self.told_of_compiler = False  # of the script's, which gains nothing
         self.recomputes: str | None = None  # what of the model, in words
+        self.tracer: Any = None  # graph.trace.Tracer, while a step is traced
         self.watch: Any = None  # watch.Watch, where the whole process has a budget
         self.partitioning: Any = None  # partitioned.Partitioning, where ranks keep slices of activations
         self.compiler: Any = None  # compiled.Compiler, where the model's blocks are compiled

@@ -92,6 +92,8 @@ def pack(tensor: torch.Tensor) -> Any:
             return kept
         under_way = _under_way()
         owner = None if under_way is None else under_way.owner
+        if owner is not None and owner.tracer is not None and _has_memory(tensor):
+            owner.tracer.saved(tensor)
         if owner is not None and owner.moving is not None and _has_memory(tensor):
             moved = owner.moving.keep(tensor)
             if moved is not None:
@@ -130,7 +132,7 @@ def _under_way() -> calls.Call | None:
     owner = listed[-1].owner if listed else None
     if owner is None or owner.closed or calls.here.stack.leaves:
         return None
-    if owner.moving is None and owner.watch is None:
+    if owner.moving is None and owner.watch is None and owner.tracer is None:
         return None
     # A call that was broken off is listed still.
     return listed[-1] if listed[-1].is_on(sys._getframe()) else None

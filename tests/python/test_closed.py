@@ -136,6 +136,7 @@ CALLS = {
     "forward": lambda: engine.forward(x),
     "gathered": lambda: enter(engine.gathered(parameter)),
     "grad": lambda: engine.grad(parameter),
+    "graph": lambda: engine.graph(lambda: engine(x)),
     "load_checkpoint": lambda: engine.load_checkpoint(folder + "/saved"),
     "load_state_dict": lambda: engine.load_state_dict(loaded),
     "optimizer_state": lambda: engine.optimizer_state(parameter),
