@@ -8,7 +8,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-all setup-test build build-all train train-compare test test-cpp test-python test-long fuzz bench-activations bench-adam bench-checkpoint bench-compile bench-formats bench-gguf bench-gpu bench-gradient bench-inference bench-intake bench-io bench-limited bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheels docs docs-serve clean
+.PHONY: help setup setup-all setup-test build build-all train train-compare test test-cpp test-python test-long fuzz bench-activations bench-adam bench-checkpoint bench-compile bench-formats bench-gguf bench-gpu bench-gradient bench-inference bench-intake bench-io bench-limited bench-plan bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheels docs docs-serve clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,10 @@ bench-adam: build-all  ## The update beside torch's, DeepSpeed's and the memory'
 bench-io: build-all  ## The store beside fio and DeepSpeed, in turn on one file system; 13 minutes
 	@tools/peers
 	@tools/keep_result io $(PYTHON_VENV) bench/io/run.py $(BENCH_IO_ARGS)
+
+bench-plan: build  ## What overspill plan says of a step beside the step: 18 configurations on 1, 2 and 4 ranks; 25 minutes
+	@tools/keep_result published $(PYTHON_VENV) bench/plan/published.py
+	@tools/keep_result plan $(PYTHON_VENV) bench/plan/run.py $(BENCH_PLAN_ARGS)
 
 bench-ranks-deepspeed: build-all  ## Two ranks over gloo beside DeepSpeed ZeRO-3: step time, bytes a rank; 4 minutes
 	@tools/peers

@@ -1,4 +1,4 @@
-"""Writes the numbers of docs/performance.md, docs/ranks.md, docs/gpu-results.md and docs/inference.md.
+"""Writes the numbers of docs/performance.md, ranks.md, gpu-results.md, inference.md and planning.md.
 
     tools/readme_numbers.py [--check] [results/*.json]
 
@@ -288,6 +288,46 @@ def limited(r: dict[str, Any]) -> list[str]:
     return lines + [f"| {what} | {r[key]:.2f} | {aim} |" for what, key, aim in rows]
 
 
+def plan(r: dict[str, Any]) -> list[str]:
+    """Of `make bench-plan`."""
+    lines = ["| `make bench-plan` | estimated | measured | off by |", "| --- | --- | --- | --- |"]
+    for row in r["rows"]:
+        seconds = (f"{row[key]:.3f} s" for key in ("estimated_seconds", "measured_seconds"))
+        lines.append(f"| {row['case']} | {' | '.join(seconds)} | {row['error']:+.0%} |")
+    return [
+        *lines,
+        "",
+        f"Steps are off by {r['step_error_median']:.1%} in the median and {r['step_error_max']:.1%} at most; bytes, "
+        f"held and moved, by {r['bytes_error_max']:.1%} at most. Measured on: {r['machine']}.",
+    ]
+
+
+def published(r: dict[str, Any]) -> list[str]:
+    """Of papers, beside the planner (bench/plan/published.py)."""
+    lines = [
+        "| GB a rank, ZeRO's table 1 | ranks | stage | ZeRO | Overspill |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in r["zero"]:
+        lines.append(
+            f"| {row['parameters'] / 1e9:,g} B | {row['ranks']:,} | {row['stage']} | {row['theirs_gb']:,g} | "
+            f"{row['ours_gb']:,.4g} |"
+        )
+    lines += ["", "| TB (2^40 bytes) of all ranks, ZeRO-Infinity's figure 2a | ZeRO-Infinity | Overspill |"]
+    lines += ["| --- | --- | --- |"]
+    for row in r["infinity"]:
+        shape = f"{row['parameters'] / 1e12:.2f} T: {row['layers']} layers of width {row['width']:,}"
+        lines.append(f"| {shape} | {row['theirs_tb']:,g} | {row['ours_tb']:,.4g} |")
+    lines += ["", "| TFLOP/s of a V100, by the abstracts | ranks | published | simulated | busiest |"]
+    lines += ["| --- | --- | --- | --- | --- |"]
+    for row in r["speeds"]:
+        lines.append(
+            f"| {row['name']} | {row['ranks']} | {row['theirs_tflops']:.1f} | {row['ours_tflops']:.1f} | "
+            f"{row['busiest']} |"
+        )
+    return lines
+
+
 def plain(r: dict[str, Any]) -> list[str]:
     """Any other result: its numbers as they are."""
     rows = [f"| {key} | {value} |" for key, value in r.items() if isinstance(value, (int, float))]
@@ -337,15 +377,20 @@ SECTIONS = {
     "ranks-deepspeed": ranks_deepspeed,
     "gpu-step": gpu_step,
     "gguf": gguf,
+    "plan": plan,
+    "published": published,
 }  # in this order
 RANKS = ROOT / "docs" / "ranks.md"
 GPU = ROOT / "docs" / "gpu-results.md"
 INFERENCE = ROOT / "docs" / "inference.md"
+PLANNING = ROOT / "docs" / "planning.md"
 ELSEWHERE = {  # whose numbers are elsewhere
     "ranks": RANKS,
     "ranks-deepspeed": RANKS,
     "gpu-step": GPU,
     "gguf": INFERENCE,
+    "plan": PLANNING,
+    "published": PLANNING,
 }
 
 
@@ -374,7 +419,7 @@ def main() -> int:
         for one in (path, path.with_suffix(".svg")):  # its plot, if there is one
             if one.exists():
                 shutil.copyfile(one, KEPT / one.name)
-    return max([update(document, args.check) for document in (PERFORMANCE, RANKS, GPU, INFERENCE)])
+    return max([update(document, args.check) for document in (PERFORMANCE, RANKS, GPU, INFERENCE, PLANNING)])
 
 
 def update(document: Path, check: bool) -> int:

@@ -232,6 +232,26 @@ def timeline(names, instead, start):
     assert "<html" in Path("step.html").read_text()
 
 
+@story("docs/planning.md: What would fit, and how fast, bash")
+def a_plan_of_a_machine_that_is_not_here(names, instead, capsys):
+    instead |= {"70B": "7B"}  # which is simulated in a tenth of the time
+    yield
+    assert "what to buy next:" in capsys.readouterr().out
+
+
+@story("docs/planning.md: Several ranks, bash")
+def a_plan_of_several_ranks(names, instead, on_disk):
+    instead |= {"./smollm2": str(on_disk.model), "80GiB": "8GiB"}
+    yield
+    assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@story("docs/planning.md: From a script, python")
+def an_estimate(names, instead):
+    yield
+    assert names["found"].step_s > 0
+
+
 def overspill_command(arguments: list[str]) -> int:
     from overspill.cli import main
 
