@@ -8,7 +8,7 @@ BUILD := build/release
 export VENV JOBS
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-all setup-test build build-all train train-compare test test-cpp test-python test-long fuzz bench-activations bench-adam bench-checkpoint bench-compile bench-formats bench-gguf bench-gpu bench-gradient bench-inference bench-intake bench-io bench-limited bench-plan bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheels docs docs-serve clean
+.PHONY: help setup setup-all setup-test build build-all train train-compare test test-cpp test-python test-long fuzz bench-activations bench-adam bench-checkpoint bench-compile bench-formats bench-gguf bench-gpu bench-gradient bench-graph bench-inference bench-intake bench-io bench-limited bench-plan bench-ranks bench-ranks-deepspeed bench-sizes bench-step large readme lint format sanitize neon wheels docs docs-serve clean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -119,6 +119,9 @@ bench-gguf: build  ## GGUF files in llama.cpp itself: tokens and logits beside t
 
 bench-gradient: build-all  ## Gradient passes: squares, accumulation (Google Benchmark)
 	@$(BUILD)/bench/bench_gradient
+
+bench-graph: build  ## A step of two towers on two ranks, gathers together and one by one, in turn; 3 minutes
+	@tools/keep_result graph $(PYTHON_VENV) bench/graph/run.py $(BENCH_GRAPH_ARGS)
 
 bench-inference: build-all  ## Models on the CPU beside llama.cpp, in turn, in memory and larger than it; 15 minutes, can be resumed
 	@tools/setup --train

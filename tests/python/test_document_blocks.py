@@ -26,6 +26,8 @@ RUN_BY = {
     "docs/frameworks.md: TRL, python": "test_documents.py::test_a_trainer_of_trl",
     "docs/frameworks.md: Lightning, python": "test_documents.py::test_lightnings_trainer",
     "docs/frameworks.md: Accelerate, python": "test_documents.py::test_an_accelerator_goes_on_where_another_one_saved",
+    "docs/graph.md: The dataflow graph of a step, python": "test_graph.py::test_the_example_of_the_page_runs",
+    "docs/monitoring.md: In a script of your own, python": "test_documents.py::test_the_script_of_monitoring_answers",
     "docs/serving.md: Serving a model, bash 2": "test_serve.py::test_curl_as_in_the_documents",
     "docs/serving.md: Serving a model, python": "test_serve.py::test_openais_client_as_in_the_documents",
 }

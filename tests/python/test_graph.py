@@ -1,6 +1,7 @@
 """The dataflow graph of a step (docs/graph.md): independent units as these models have them by construction."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -328,3 +329,22 @@ def test_a_picture(tmp_path):
     picture = (tmp_path / "graph.svg").read_text()
     assert "<!-- critical path: 10000.0 ms measured -->" in picture
     assert picture.count("<!-- a") == 4 and picture.count("<!-- loss") == 2  # nodes, and the legend's kinds
+
+
+def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "graph.md").read_text(encoding="utf-8")
+    pytest.importorskip("matplotlib", reason="the example draws a picture")
+    code = page.split("```python\n")[1].split("```")[0].splitlines()
+    engine = overspill.initialize(Towers(), {"budget": {"host": "64MiB"}, "engine": {"device": "host"}})[0]
+
+    def step():
+        engine.backward(engine(torch.ones(4, WIDTH)))
+        engine.step()
+
+    monkeypatch.chdir(tmp_path)
+    exec("\n".join(code), {"engine": engine, "step": step})
+    engine.close()
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == code[1].split("# ")[1]
+    assert said[1] == code[2].split("# ")[1]
+    assert (tmp_path / "step.svg").stat().st_size > 1000
