@@ -132,6 +132,19 @@ def commands_of_data(names, instead, on_disk):
     assert Path("tuned/config.json").exists()
 
 
+@story("docs/coming-from-fsdp.md: Coming from FSDP, python")
+def from_fsdp(names, instead):
+    names |= {"overspill": overspill, "torch": torch, "build": lambda: nn.Linear(8, 1)}
+    names |= {
+        "batches": [(torch.ones(2, 8, dtype=torch.bfloat16), 1.0)] * 2,
+        "loss_of": lambda y, to: (y - to).square().mean(),
+    }
+    instead["8GiB"] = "64MiB"
+    yield
+    assert names["engine"].module.weight.dtype == torch.bfloat16 and names["engine"].stats()["step"] == 2
+    names["engine"].close()
+
+
 @story("docs/design.md: 3. What a parameter costs, python")
 def design(names, instead):
     names |= {"bits": 0x3F9D_F3B6, "int16": lambda number: number}

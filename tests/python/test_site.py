@@ -64,6 +64,7 @@ def test_all_public_names_are_in_the_reference(site):
     ids = set(
         re.findall(r'id="overspill\.([\w.]+)"', "".join(p.read_text() for p in (site / "api").glob("*.html")))
     )
+    assert not [name for name in ids if re.search(r"\b_", name)]
     errors = {name for name in overspill.__all__ if name.endswith("Error")} | {"EngineFailed", "WrongProcess"}
     text = (site / "api/training.html").read_text()
     assert not [name for name in errors if f"<code>{name}</code>" not in text]
