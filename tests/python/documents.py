@@ -93,7 +93,7 @@ def what_is_wrong(words: list[str]) -> str | None:
             name for name in scripts if not (ROOT / name).exists() and name != "tests/python/test_x.py"
         ]
         return f"{missing} is not there" if missing else None
-    if program in PROGRAMS or (ROOT / program).is_file():
+    if Path(program).name in PROGRAMS or (ROOT / program).is_file():
         return None
     return f"{program} is not known"
 
