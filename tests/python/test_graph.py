@@ -110,7 +110,7 @@ class InPlace(Towers):
         shared = torch.zeros(2, *x.shape)
         for block in self.left:
             x = block(x)
-        shared[0].add_(x)
+        torch._foreach_add_([shared[0]], [x])  # it returns nothing
         y = shared.view(-1, WIDTH)
         for block in self.right:
             y = block(y)
