@@ -139,6 +139,16 @@ def test_options_that_a_text_names_exist(document):
     assert not wrong
 
 
+@pytest.mark.parametrize("document", documents.documents())
+def test_files_that_a_text_names_exist(document):
+    """Those by their path in the repository; `my_device` and `test_x` stand for what a reader will write."""
+    text = (documents.ROOT / document).read_text(encoding="utf-8")
+    folders = "base|bench|bindings|cpu_optim|engine|examples|inference|io|kernels|tests|tools"
+    named = set(re.findall(rf"(?<![\w./-])((?:{folders})/[\w./-]*\w\.(?:cc|cpp|cu|h|py|slurm|toml))\b", text))
+    ours = {name for name in named if "my_device" not in name and "test_x" not in name}
+    assert not [name for name in ours if not (documents.ROOT / name).is_file()]
+
+
 def test_a_wrong_command_is_found():
     assert "ends with 2" in documents.what_is_wrong(["overspill", "train", "--no-such-option"])
     assert "no ['bild']" in documents.what_is_wrong(["make", "bild"])
