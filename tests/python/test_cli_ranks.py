@@ -10,6 +10,7 @@ import pytest
 import tiny
 
 from overspill.cli.ranks import Ranks, SharedStop
+from overspill.cli.run_watch import RunWatch
 
 EXACT = {"dtype": "fp32", "batch": 2, "lr": 1e-3, "save_minutes": 0, "keep": 9}
 TWO = {"steps": 4, "accumulate": 2, "save_every": 2, "eval_every": 2}
@@ -58,6 +59,7 @@ def test_each_rank_writes_metrics_of_its_own(bench):
         text = (bench.root / f"run-rank{rank}.prom").read_text()
         assert f'overspill_steps_total{{rank="{rank}"}} 2\n' in text
         assert f'overspill_train_loss{{rank="{rank}"}} {losses(out)[-1][1]!r}\n' in text
+    assert RunWatch(out).figures()["ranks"] == 2
 
 
 def losses(out):

@@ -54,6 +54,24 @@ def test_values_are_those_of_stats_and_report(start):
     assert of(values, "micro_batches_total") == engine.micro_steps
 
 
+def test_each_counter_has_a_figure_of_its_own(start, monkeypatch):
+    """In a short run several are alike, so that one could stand for another."""
+    engine = start(mlp())
+    keys = (
+        "step skipped_steps updates gathers trace_departures activations_written_bytes activations_read_bytes"
+    )
+    names = (
+        "steps skipped_steps updates gathers trace_departures activation_written_bytes activation_read_bytes"
+    )
+    stats = engine.stats() | {key: 100 + at for at, key in enumerate(keys.split())}
+    stats |= {"guesses_taken": 7, "guesses_dropped": 9}
+    monkeypatch.setattr(type(engine), "stats", lambda self: stats)
+    values, _ = read(engine.metrics())
+    assert [of(values, f"{name}_total") for name in names.split()] == [100 + at for at in range(7)]
+    assert of(values, "guesses_total", outcome="taken") == 7
+    assert of(values, "guesses_total", outcome="dropped") == 9
+
+
 def test_cumulative_seconds_are_the_sums_of_the_reports(start):
     engine, reports = start(mlp(), **NVME), []
     for _ in range(4):

@@ -286,9 +286,13 @@ def test_the_log_is_read_as_it_grows(run):
     other.replace(log)  # as a rewind does
     tail.read()
     assert tail.last["step"] == 2 and len(tail.losses.values()) == 2
+    other.write_bytes(b"".join(lines[1:]))
+    other.replace(log)  # longer than what was read
+    tail.read()
+    assert tail.last["step"] == STEPS and len(tail.losses.values()) == STEPS - 1
     log.unlink()
     tail.read()
-    assert tail.last["step"] == 2
+    assert tail.last["step"] == STEPS
 
 
 @pytest.mark.parametrize("count", [0, 1, POINTS - 1, POINTS, POINTS + 1, 5 * POINTS + 3])
@@ -354,6 +358,10 @@ def test_a_signal_leaves_the_terminal_as_it_was(locked, on_disk, number, code):
         process.send_signal(number)
         left = output_of(terminal, b"\x1b[?1049l")
         assert left.rfind(b"\x1b[?1049h") < left.rfind(b"\x1b[?1049l")
+        if number == signal.SIGINT:  # the last frame stays, and nobody says that the run was stopped
+            after = left.partition(b"\x1b[?1049l")[2]
+            after += b"" if b"checkpoint" in after else output_of(terminal, b"checkpoint")
+            assert b"step 4/6" in after and b"stopped" not in after
         assert process.wait(60) == code and b"Traceback" not in left
     finally:
         process.kill()
