@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "step"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bindings"))
 
+import torch
+
 import gpt
 from overspill.estimate import Estimate, Load, Machine, Model, estimate
 from overspill.estimate.measured import ELEMENTS, LAYERS
@@ -92,8 +94,11 @@ def config_of(case: Case, parameters: int, disk: Path) -> dict[str, Any]:
 
 
 def model_of(size: str) -> Model:
+    """Shapes alone."""
     shape = gpt.SHAPES[size]
-    return Model(gpt.make(shape), f"GPT {size} M", shape.width, shape.layers, gpt.VOCAB)
+    with torch.device("meta"):
+        module = gpt.make(shape)
+    return Model(module, f"GPT {size} M", shape.width, shape.layers, gpt.VOCAB)
 
 
 def machine_of(team: Team, disk: Path) -> Machine:
