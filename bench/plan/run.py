@@ -1,8 +1,9 @@
 """What overspill.estimate says of a step, beside the step: GPT models of bench/step on one, two and four CPU ranks.
 
 Configurations take turns. In each turn the rates of the machine are measured anew, with small linear layers
-(overspill.estimate.measured), and before and after each configuration the model's own forward and backward in plain
-torch, as many processes at it as there are ranks. The estimate knows nothing else of the step. Ends with RESULT {json}.
+(overspill.estimate.measured), and, with several ranks, the speed of collectives by steps of a model that is none of the
+cases. Before and after each case the model's own forward and backward in plain torch are timed, as many processes at it
+as there are ranks. The estimate knows nothing else of the step. Ends with RESULT {json}.
 
     step_error_*  |estimated - measured| / measured, of the medians of all turns
     bytes_error_max: the same of bytes: held in host memory, held on NVMe, read and written a step
@@ -16,6 +17,7 @@ import os
 import statistics
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +37,7 @@ from turns import machine as machine_name
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 MIB = 1 << 20
-TURNS, STEPS = 3, 5
+TURNS, STEPS = 2, 3
 CLIP = 1e6  # on, and never reached
 
 
@@ -53,6 +55,8 @@ class Case(NamedTuple):
 
 
 EXTRA = 64 * MIB
+REFERENCE = "reference"
+gpt.SHAPES[REFERENCE] = gpt.Shape(512, 8, 8)
 CASES = [
     Case("50 M, in memory", "50"),
     Case("50 M, all on NVMe", "50", placement="nvme"),
@@ -101,34 +105,56 @@ def model_of(size: str) -> Model:
     return Model(module, f"GPT {size} M", shape.width, shape.layers, gpt.VOCAB)
 
 
+def least(team: Team, placement: str, disk: Path) -> list[dict[str, Any]]:
+    """Of three, by rank and part: what others do on the machine can only add."""
+    tries = [team.ask(do="rates", placement=placement, disk=str(disk)) for _ in range(3)]
+    return [
+        {part: min(each[part] for each in of_rank) for part in of_rank[0]}
+        for of_rank in zip(*tries, strict=True)
+    ]
+
+
 def machine_of(team: Team, disk: Path) -> Machine:
     """Rates of one rank of the team, all of it at work; the slowest rank decides."""
     world = len(team.ranks)
-    inside = team.ask(do="rates", placement="host", disk=str(disk))
-    away = team.ask(do="rates", placement="nvme", disk=str(disk))
+    inside, away = least(team, "host", disk), least(team, "nvme", disk)
 
     def slowest(answers: list[dict[str, Any]], part: str) -> float:
         return max(answer[part] for answer in answers)
 
-    update = slowest(inside, "update") * world / ELEMENTS
     slots = away[0]["slots"]
-    plain_forward = slowest(inside, "plain_forward")
-    gathers = slowest(inside, "forward") - plain_forward
-    collected = 2 * ELEMENTS * (1 - 1 / world)  # bytes, of weights and of gradients alike
-    network = collected / gathers if world > 1 else 0.0
     backward = slowest(inside, "backward") - slowest(inside, "plain_backward") + slowest(inside, "step")
-    return Machine(
+    machine = Machine(
         host_bytes=0,
         flops_per_s=1,
         memory_bytes_per_s=1,
         disk_bytes_per_s=24 * ELEMENTS / world / slowest(away, "update") * (slots + 1) / slots,
-        network_bytes_per_s=network,
         network_latency_s=0,
         network_processor=1,
-        update_s=update,
-        intake_s=max(0.0, backward - (2 * collected / network if network else 0)) / (2 * ELEMENTS),
-        use_s=max(0.0, gathers) / LAYERS if world == 1 else 50e-6,
+        update_s=slowest(inside, "update") * world / ELEMENTS,
+        intake_s=max(0.0, backward) / (2 * ELEMENTS) if world == 1 else 0,
+        use_s=max(0.0, slowest(inside, "forward") - slowest(inside, "plain_forward")) / LAYERS
+        if world == 1
+        else 50e-6,
     )
+    return machine if world == 1 else with_network(machine, team, disk)
+
+
+def with_network(machine: Machine, team: Team, disk: Path) -> Machine:
+    """The speed of collectives under compute on the same cores, by steps of a model that is none of the cases: at which
+    the estimate is what they took."""
+    case = Case("reference", REFERENCE, len(team.ranks))
+    found = Compared(case)
+    found.turn(team, replace(machine, network_bytes_per_s=1e9), disk)
+    took, plain = statistics.median(found.measured), found.plain
+    slow, fast = 1e7, 1e10
+    for _ in range(40):
+        middle = (slow * fast) ** 0.5
+        if found.estimate(replace(machine, network_bytes_per_s=middle), plain, disk).step_s > took:
+            slow = middle
+        else:
+            fast = middle
+    return replace(machine, network_bytes_per_s=slow)
 
 
 def work_of(model: Model, config: dict[str, Any], plain: list[dict[str, Any]]) -> list[Work]:
@@ -147,32 +173,34 @@ class Compared:
         self.estimated: list[float] = []
         self.measured: list[float] = []
         self.errors: dict[str, float] = {}
+        self.plain: list[dict[str, Any]] = []
+
+    def estimate(self, machine: Machine, plain: list[dict[str, Any]], disk: Path) -> Estimate:
+        """`plain`: of the model without an engine, by rank."""
+        shape = gpt.SHAPES[self.case.size]
+        config = config_of(self.case, self.model.parameters, disk)
+        load = Load(shape.batch, shape.length, self.case.micros, recomputed=False)
+        return estimate(
+            self.model, machine, load, config, self.case.ranks, work_of(self.model, config, plain)
+        )
 
     def turn(self, team: Team, machine: Machine, disk: Path) -> None:
         config = config_of(self.case, self.model.parameters, disk)
-        shape = gpt.SHAPES[self.case.size]
         before = team.ask(do="plain", size=self.case.size, micros=5)
         answers = team.ask(do="train", size=self.case.size, config=config, steps=STEPS)
         after = team.ask(do="plain", size=self.case.size, micros=5)
-        plain = [
-            {part: (a[part] + b[part]) / 2 for part in ("forward", "backward")}
+        self.plain = [
+            {part: statistics.median(a[part] + b[part]) for part in ("forward", "backward")}
             for a, b in zip(before, after, strict=True)
         ]
-        found = estimate(
-            self.model,
-            machine,
-            Load(shape.batch, shape.length, self.case.micros, False),
-            config,
-            self.case.ranks,
-            work_of(self.model, config, plain),
-        )
+        found = self.estimate(machine, self.plain, disk)
+        measured = [max(steps) for steps in zip(*(a["steps"] for a in answers), strict=True)]
         self.estimated.append(found.step_s)
-        self.measured += [max(steps) for steps in zip(*(a["steps"] for a in answers), strict=True)]
+        self.measured += measured
         self.errors = bytes_errors(found, answers[0])
         print(
-            f"  {self.case.name:40} estimated {found.step_s:7.3f} s, measured "
-            f"{statistics.median(max(s) for s in zip(*(a['steps'] for a in answers), strict=True)):7.3f}, plain "
-            f"{plain[0]['forward'] + plain[0]['backward']:.3f}, bytes off "
+            f"  {self.case.name:40} estimated {found.step_s:7.3f} s, measured {statistics.median(measured):7.3f}, "
+            f"plain {self.plain[0]['forward'] + self.plain[0]['backward']:.3f}, bytes off "
             + ", ".join(f"{key} {value:+.3f}" for key, value in self.errors.items()),
             flush=True,
         )
@@ -203,30 +231,29 @@ def bytes_errors(found: Estimate, answer: dict[str, Any]) -> dict[str, float]:
 
 
 def measure(cases: list[Case], turns: int, folder: Path) -> dict[str, Any]:
+    """Each turn starts teams of its own, since one that has trained keeps memory that the next one needs."""
     compared = [Compared(case) for case in cases]
-    teams = {}
-    for world in sorted({case.ranks for case in cases}):
-        threads = max(1, (os.cpu_count() or 1) // world)
-        command = [sys.executable, str(HERE / "rank.py"), str(threads), str(world)]
-        teams[world] = Team(f"ranks-{world}", command, world, dict(os.environ), threads, folder)
-    try:
-        for turn in range(turns):
-            print(f"turn {turn + 1} of {turns}", flush=True)
-            for world, team in teams.items():
+    for turn in range(turns):
+        print(f"turn {turn + 1} of {turns}", flush=True)
+        for world in sorted({case.ranks for case in cases}):
+            threads = max(1, (os.cpu_count() or 1) // world)
+            command = [sys.executable, str(HERE / "rank.py"), str(threads), str(world)]
+            team = Team(f"ranks-{world}", command, world, dict(os.environ), threads, folder)
+            try:
                 machine = machine_of(team, folder)
                 print(f"  {world} ranks: {machine}", flush=True)
                 for each in compared:
                     if each.case.ranks == world:
                         each.turn(team, machine, folder)
-    finally:
-        for team in teams.values():
-            team.close()
+            finally:
+                team.close()
     rows = [each.row() for each in compared]
     errors = [abs(row["error"]) for row in rows]
     of_bytes = [abs(value) for row in rows for value in row["bytes_errors"].values()]
     return {
         "bench": "plan",
         "machine": machine_name(),
+        "turns": turns,
         "rows": rows,
         "step_error_median": round(statistics.median(errors), 3),
         "step_error_max": round(max(errors), 3),
@@ -240,13 +267,14 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="three cases, one turn")
     parser.add_argument("--only", help="cases whose names have this in them")
+    parser.add_argument("--turns", type=int, default=TURNS)
     options = parser.parse_args()
     cases = QUICK if options.quick else CASES
     if options.only:
         cases = [case for case in CASES if options.only in case.name]
     (ROOT / "results").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-plan-", dir=ROOT / "results") as folder:
-        result = measure(cases, 1 if options.quick else TURNS, Path(folder))
+        result = measure(cases, 1 if options.quick else options.turns, Path(folder))
     for row in result["rows"]:
         print(
             f"  {row['case']:40} estimated {row['estimated_seconds']:7.3f} s, measured {row['measured_seconds']:7.3f}, "

@@ -53,7 +53,7 @@ def _meant(text: str) -> Address | Path | None:
         return Address((address["host"] or LOCAL).strip("[]"), port)
     if not text.endswith(".prom"):
         raise CliError(
-            f"{text!r} is no PORT, no HOST:PORT and no file that ends in .prom, which are all that node_exporter reads"
+            f"{text!r} is neither PORT nor HOST:PORT nor a file that ends in .prom; node_exporter reads only such files"
         )
     return Path(text).resolve()
 
@@ -85,7 +85,7 @@ class Exporter:
         ranks; with several, the name of a file gets the rank's. Raises CliError for a port or a file that cannot be
         had."""
         if asked and NONE in asked and len(asked) > 1:
-            raise CliError(f"--metrics {' '.join(asked)}: none stands alone")
+            raise CliError(f"--metrics {' '.join(asked)}: give none without other destinations")
         self._servers: list[_Server] = []
         self.files: list[Path] = []
         self.addresses: list[Address] = []
@@ -176,7 +176,7 @@ def _listen(address: Address) -> "_Server":
     except OSError as error:
         reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror
         raise CliError(
-            f"--metrics {address}: {reason}; name another port or address, or stop what has it"
+            f"--metrics {address}: {reason}; name another port or address, or stop the program that uses it"
         ) from None
 
 

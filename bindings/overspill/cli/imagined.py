@@ -37,6 +37,9 @@ _NOT_HERE = (
     "vertical",
     "compile",
     "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_targets",
     "frozen",
     "keep",
     "out",
@@ -79,8 +82,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Of a machine that is not here."""
     group = parser.add_argument_group(
         "a machine that is not here",
-        "With one of these the model's weights are not needed, and the step is simulated. Speeds are in bytes a second "
-        "(25GB/s), or in bits as networks are sold (200Gb/s).",
+        "Any of these options makes plan simulate a step; it then needs no weights. --device takes the memory of the "
+        "GPU (24GiB); without it the model computes on the CPU. Speeds are in bytes a second (25GB/s), or in bits as "
+        "networks are sold (200Gb/s).",
     )
     add = group.add_argument
     add("--parameters", type=count, metavar="N", help="in place of --model: 7B, 350M, 1.5T")
@@ -129,7 +133,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def wanted(args: argparse.Namespace) -> bool:
-    """Whether the options speak of a machine that is not here."""
+    """Whether the options speak of a machine or a model that is not here."""
     typed = any(getattr(args, name, None) not in (None, False) for name in (*_MACHINE, *_OTHERS))
     return typed or _device_bytes(args) is not None or (args.model is not None and Path(args.model).is_file())
 
@@ -180,7 +184,7 @@ def _estimates(
     if args.table or args.plot:
         sizes = [machine.host_bytes * k // 4 for k in (1, 2, 4, 8, 16)]
         for number in rank_counts(ranks):
-            print(f"\rsimulating {number} ranks ...", end="", file=sys.stderr, flush=True)
+            print(f"\rsimulating {_count(number, 'rank')} ...", end="", file=sys.stderr, flush=True)
             rows[number] = budgets(model, machine, load, config, number, sizes)
         print("\r" + " " * 30 + "\r", end="", file=sys.stderr, flush=True)
     return found, better, rows
@@ -194,8 +198,8 @@ def _check(args: argparse.Namespace) -> None:
     for name in _NOT_HERE:
         if getattr(args, name, None) is not None and not (name == "nvme" and args.measure):
             raise CliError(
-                f"--{name.replace('_', '-')}: not together with options of a machine that is not here "
-                "(overspill plan --help lists them); give the machine by --host, --device and --disk"
+                f"{_option(name)}: not together with {_option(_typed(args))}, which is of a machine or a model that is "
+                "not here: that one has --host, --device SIZE and --disk"
             )
     if (args.parameters is None) == (args.model is None):
         raise CliError(
@@ -218,6 +222,20 @@ def _check(args: argparse.Namespace) -> None:
             raise CliError(
                 f"--{name} is missing: give {way}, or --measure, which takes what this machine does"
             )
+    if args.tflops is None and _device_bytes(args):
+        raise CliError(
+            "--tflops is missing: --measure measures the CPU of this machine, not the GPU of --device"
+        )
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _typed(args: argparse.Namespace) -> str:
+    """The first option that makes this a plan for a machine that is not here."""
+    typed = (name for name in (*_MACHINE, *_OTHERS) if getattr(args, name, None) not in (None, False))
+    return next(typed, "device" if _device_bytes(args) is not None else "model")
 
 
 def _device_bytes(args: argparse.Namespace) -> int | None:
@@ -264,7 +282,7 @@ def _model(args: argparse.Namespace) -> Model:
 
 
 def _config(args: argparse.Namespace) -> dict[str, Any]:
-    config: dict[str, Any] = {"engine": {"train_after_save": False}}
+    config: dict[str, Any] = {}
     if args.optimizer:
         config["optimizer"] = dict(OPTIMIZERS[args.optimizer])
     if args.format:
@@ -273,18 +291,15 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _as_options(error: str) -> str:
-    for lane, option in (
-        ("read", "--disk"),
-        ("write", "--disk"),
-        ("network", "--network"),
-        ("up", "--link"),
-        ("down", "--link"),
-    ):
+    """What the core says, in words of these options."""
+    lanes = {"read": "--disk", "write": "--disk", "network": "--network", "up": "--link", "down": "--link"}
+    for lane, option in lanes.items():
         error = error.replace(
             f"the lane {lane}, which has no speed",
             f"{option}, which is missing: give its speed, such as 10GB/s",
         )
-    return error
+    error = error.replace("give a folder on NVMe (budget.nvme, --nvme)", "give a disk (--disk 6GB/s)")
+    return error.replace("raise budget.device", "give a larger --device, or fewer --sequences")
 
 
 # ---- what came out
@@ -298,18 +313,22 @@ def _lines(
     found: Estimate,
     better: list[Gain],
 ) -> list[str]:
-    ranks = f"{found.ranks} ranks, " if found.ranks > 1 else ""
+    ranks = f"{_count(found.ranks, 'rank')}, " if found.ranks > 1 else ""
     lines = [
         f"{model.parameters / 1e9:.3g} billion parameters: {model.name}",
-        f"a step: {ranks}{load.micros} micro-batches of {load.tokens:,} tokens each, layers "
+        f"a step: {ranks}{_count(load.micros, 'micro-batch')} of {load.tokens:,} tokens, layers "
         f"{'recomputed' if load.recomputed else 'kept'}; activations about {human(found.activations)}",
         f"a rank has {human(machine.host_bytes)} of host memory"
-        + (f", {human(machine.device_bytes)} on the GPU" if machine.device_bytes else "")
+        + (
+            f", {human(machine.device_bytes)} on the GPU, a link of {machine.link_bytes_per_s / 1e9:.3g} GB/s"
+            if machine.device_bytes
+            else ""
+        )
         + (f", disks of {machine.disk_bytes_per_s / 1e9:.3g} GB/s" if machine.disk_bytes_per_s else "")
         + f", {machine.flops_per_s / 1e12:.3g} TFLOP/s",
     ]
     if found.plan is None:
-        lines.append(f"it does not fit: {found.why}")
+        lines.append(f"it does not fit: {_as_options(found.why)}")
     else:
         lines += _of_step(args, found)
     lines.append(
@@ -324,13 +343,18 @@ def _lines(
 def _of_step(args: argparse.Namespace, found: Estimate) -> list[str]:
     plan = found.plan
     assert plan is not None
-    on_nvme = plan.as_dict()["weights_nvme_bytes"] + plan.as_dict()["states_nvme_bytes"]
+    on_nvme = sum(plan.as_dict()[f"{kind}_nvme_bytes"] for kind in ("weights", "states", "gradients"))
     held = f"a rank holds {human(plan.host_bytes)} in host memory, {human(on_nvme)} on NVMe"
     if plan.device_bytes:
         held += f", {human(plan.device_bytes)} on the GPU"
     lines = [
-        held + (f"; it reserves {human(plan.nvme_reserve_bytes)} of the disks" if on_nvme else ""),
-        f"a step takes about {found.step_s:.3g} s: {found.tokens_per_s:,.0f} tokens/s; waits are "
+        held
+        + (
+            f"; it reserves {human(plan.nvme_reserve_bytes)} of the disks, checkpoints included"
+            if on_nvme
+            else ""
+        ),
+        f"a step takes about {found.step_s:.3g} s: {_speed(found.tokens_per_s)} tokens/s; waits are "
         f"{found.waited_s / found.step_s:.0%} of it",
     ]
     busy = {lane: seconds for lane, seconds in (found.busy_s or {}).items() if seconds > 0}
@@ -339,12 +363,21 @@ def _of_step(args: argparse.Namespace, found: Estimate) -> list[str]:
         lines.append(f"  {lane:8} {seconds:9.3g} s  {'#' * round(40 * share)}")
     written = (found.moved or {}).get("write", 0.0)
     if written:
+        written *= args.per_machine or 1
         a_day = written / found.step_s * DAY_SECONDS
-        said = f"its disks are written {written / TB:.3g} TB a step, {a_day / TB:.3g} TB a day"
+        said = f"the disks of a machine are written {written / TB:.3g} TB a step, {a_day / TB:.3g} TB a day"
         if args.endurance_tbw:
             said += f": {args.endurance_tbw * TB / a_day:.3g} days until {args.endurance_tbw:.4g} TB"
         lines.append(said)
     return lines
+
+
+def _speed(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:,.0f}" if tokens_per_s >= 100 else f"{tokens_per_s:.3g}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('h') else 's'}"
 
 
 def _table(rows: Rows) -> list[str]:
@@ -352,7 +385,7 @@ def _table(rows: Rows) -> list[str]:
     lines = ["tokens/s of all ranks, by host memory of a rank:"]
     lines.append(f"  {'ranks':>6} " + "".join(f"{human(host):>14}" for host in sizes))
     for number, found in rows.items():
-        cells = (f"{step.tokens_per_s:,.0f}" if step.plan else "does not fit" for _, step in found)
+        cells = (_speed(step.tokens_per_s) if step.plan else "does not fit" for _, step in found)
         lines.append(f"  {number:>6} " + "".join(f"{cell:>14}" for cell in cells))
     return lines
 

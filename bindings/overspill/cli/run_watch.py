@@ -144,7 +144,7 @@ class RunWatch:
         self._looked_at = -math.inf
 
     def figures(self) -> dict[str, Any]:
-        """What `overspill top --json` prints; docs/monitoring.md says what the keys mean. None where nobody knows.
+        """What `overspill top --json` prints: the parts of the view (docs/monitoring.md). None where nobody knows.
         Raises CliError for a damaged run.json or log."""
         stored = self.folder.stored() or {"settings": {}, "heldout": {}}
         self._tail.read()

@@ -174,7 +174,7 @@ def _times(figures: dict[str, Any], bar: int, signs: Signs) -> Iterator[Text]:
         if seconds / total >= LEAST_SHARE:
             yield row(f"  for {harmless(cause).replace('_', ' ')}", seconds, "red")
     yield row("other", max(0.0, total - spent[compute] - spent[waited]), "yellow")
-    yield Text("beside it, as long as at least one was under way:", "dim")
+    yield Text("in the background, for as long as at least one ran:", "dim")
     for key in TIMES:
         if key not in (compute, waited):
             yield row(TIMES[key], spent[key], "cyan")

@@ -15,7 +15,7 @@ _WORTH = 1.02  # times as fast
 
 @dataclass(frozen=True)
 class Gain:
-    """What would be bought, how it is called, and a step with it."""
+    """what: its name; machine: with it; step: a step there."""
 
     what: str
     machine: Machine
@@ -25,7 +25,7 @@ class Gain:
 def budgets(
     model: Model, machine: Machine, load: Load, config: Mapping[str, Any], ranks: int, sizes: Sequence[int]
 ) -> list[tuple[int, Estimate]]:
-    """By host memory of a rank."""
+    """One estimate for each size of a rank's host memory."""
     return [(size, estimate(model, replace(machine, host_bytes=size), load, config, ranks)) for size in sizes]
 
 
@@ -57,6 +57,9 @@ def gains(
             update_s=None if machine.update_s is None else machine.update_s / 2,
             intake_s=None if machine.intake_s is None else machine.intake_s / 2,
         ),
+        "a disk of 6 GB/s": machine
+        if machine.disk_bytes_per_s or now.plan is not None
+        else replace(machine, disk_bytes_per_s=6e9),
         "a network twice as fast": replace(machine, network_bytes_per_s=2 * machine.network_bytes_per_s),
     }
     found = []

@@ -31,7 +31,7 @@ def parse_rate(text: str) -> float:
 class Machine:
     """What one rank has. Speeds are in bytes a second; those of a thing that is not there are 0.
 
-    host_bytes:          of its memory
+    host_bytes:          of host memory
     flops_per_s:         that forward and backward reach
     memory_bytes_per_s:  of host memory, which decides how fast the update is, unless `update_s` is given
     device_bytes:        of a GPU's memory; 0: models compute on the CPU
@@ -39,6 +39,7 @@ class Machine:
     disk_bytes_per_s:    reads and writes together
     read_bytes_per_s, write_bytes_per_s: of the disks, alone; 0: as disk_bytes_per_s
     network_bytes_per_s: to and from other ranks, each way
+    network_latency_s:   of a collective call
     update_s:            of one element of the exact format, by all workers; None: by the memory's speed
     intake_s:            of one byte of a gradient that arrives on the host; None: by the memory's speed
     use_s:               of one use of a unit: hooks and a lease

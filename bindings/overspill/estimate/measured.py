@@ -48,7 +48,7 @@ def plain(tokens: int, steps: int = STEPS) -> tuple[float, float]:
 
 def engine_times(config: dict[str, Any], steps: int = STEPS) -> dict[str, float]:
     """Seconds of each part of a step of one token: forward, backward with its gradients, step(), and the updates, for
-    which the caller waits here. "slots" are the ring's."""
+    which the caller waits here. "slots" are the ring's, of the plan."""
     from ..start import initialize
 
     engine, *_ = initialize(_model(), config)

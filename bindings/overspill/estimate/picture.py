@@ -21,7 +21,12 @@ def draw(rows: Mapping[int, Sequence[tuple[int, Estimate]]], ranks: int, path: s
     for number, found in rows.items():
         fits = [(host / GIB, step.tokens_per_s) for host, step in found if step.plan is not None]
         if fits:
-            axes.plot(*zip(*fits), "o-", lw=2.5 if number == ranks else 1.2, label=f"{number} ranks")
+            axes.plot(
+                *zip(*fits),
+                "o-",
+                lw=2.5 if number == ranks else 1.2,
+                label=f"{number} rank{'s' * (number > 1)}",
+            )
     not_there = [host / GIB for host, step in next(iter(rows.values())) if step.plan is None]
     for host in not_there:
         axes.axvline(host, color="gray", ls=":", lw=1)

@@ -137,7 +137,7 @@ def estimate(
     ranks: int = 1,
     work: Sequence[Work] | None = None,
 ) -> Estimate:
-    """A step of `model` on `ranks` machines.
+    """A step of `model` on so many ranks, each of which has what `machine` has.
 
     Args:
         config: as `overspill.initialize` takes it; budgets that are not in it are what the machine has
