@@ -1,4 +1,4 @@
-"""Writes the numbers of docs/performance.md, ranks.md, gpu-results.md, inference.md and planning.md.
+"""Writes the numbers of docs/performance.md, ranks.md, gpu-results.md, inference.md, planning.md, graph.md.
 
     tools/readme_numbers.py [--check] [results/*.json]
 
@@ -302,6 +302,26 @@ def plan(r: dict[str, Any]) -> list[str]:
     ]
 
 
+def graph(r: dict[str, Any]) -> list[str]:
+    """Of `make bench-graph`."""
+    what = f"two towers of {r['blocks']} blocks, width {r['width']}, {r['world']} ranks"
+    lines = [
+        f"| `make bench-graph`: {what} | together | one by one | ratio of a step, median |",
+        "| --- | --- | --- | --- |",
+    ]
+    for key, order in (
+        ("same", "both ranks run the towers in one order"),
+        ("swapped", "rank 1 in the other"),
+    ):
+        row = r[key]
+        times = [
+            f"{1e3 * row[f'{name}_step_seconds']:.0f} ms, {row[f'{name}_calls']:.0f} calls"
+            for name in ("together", "alone")
+        ]
+        lines.append(f"| {order} | {' | '.join(times)} | {row['ratio']:.2f} |")
+    return [*lines, "", f"Losses are equal to the last bit. Measured on: {r['machine']}."]
+
+
 def published(r: dict[str, Any]) -> list[str]:
     """Of papers, beside the planner (bench/plan/published.py)."""
     lines = [
@@ -379,11 +399,13 @@ SECTIONS = {
     "gguf": gguf,
     "plan": plan,
     "published": published,
+    "graph": graph,
 }  # in this order
 RANKS = ROOT / "docs" / "ranks.md"
 GPU = ROOT / "docs" / "gpu-results.md"
 INFERENCE = ROOT / "docs" / "inference.md"
 PLANNING = ROOT / "docs" / "planning.md"
+GRAPH = ROOT / "docs" / "graph.md"
 ELSEWHERE = {  # whose numbers are elsewhere
     "ranks": RANKS,
     "ranks-deepspeed": RANKS,
@@ -391,6 +413,7 @@ ELSEWHERE = {  # whose numbers are elsewhere
     "gguf": INFERENCE,
     "plan": PLANNING,
     "published": PLANNING,
+    "graph": GRAPH,
 }
 
 
@@ -419,7 +442,9 @@ def main() -> int:
         for one in (path, path.with_suffix(".svg")):  # its plot, if there is one
             if one.exists():
                 shutil.copyfile(one, KEPT / one.name)
-    return max([update(document, args.check) for document in (PERFORMANCE, RANKS, GPU, INFERENCE, PLANNING)])
+    return max(
+        [update(document, args.check) for document in (PERFORMANCE, RANKS, GPU, INFERENCE, PLANNING, GRAPH)]
+    )
 
 
 def update(document: Path, check: bool) -> int:

@@ -5,9 +5,7 @@ ranks run the towers in one order; `swapped`: rank 1 runs the right tower first,
 have to be equal to the last bit."""
 
 import argparse
-import json
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -17,69 +15,34 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "shared"))
 
-from turns import Child, Failed, in_turn, machine, tell  # noqa: E402
+from teams import Team  # noqa: E402
+from turns import in_turn, machine, tell  # noqa: E402
 
 WORLD = 2
 BUCKETS = {"together": 1 << 20, "alone": 0}
 
 
-class Ranks:
-    """The processes of a contender."""
-
-    def __init__(self, name: str, arguments: list[str], folder: Path):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        shared = {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        self.name = name
-        self.ranks = [
-            Child(
-                [sys.executable, str(HERE / "rank.py"), *arguments],
-                dict(os.environ) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                folder / f"{name}-{rank}.log",
-                rests=True,
-                alone=False,
-            )
-            for rank in range(WORLD)
-        ]
-        self.said = self._answers()
-
-    def turn(self, steps: int) -> list[dict[str, Any]]:
-        for rank in self.ranks:
-            rank.send(json.dumps({"do": "turn", "steps": steps}))
-        return self._answers()
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.resume()
-            rank.process.stdin.close()
-        for rank in self.ranks:
-            rank.close()
-
-    def _answers(self) -> list[dict[str, Any]]:
-        try:
-            answers = [rank.read() for rank in self.ranks]
-        except Failed as error:
-            raise SystemExit(f"bench-graph: {self.name}: {error}") from None
-        for rank in self.ranks:  # now that none of them needs the others
-            rank.rest()
-        return answers
-
-
 def measure(options: argparse.Namespace, swapped: bool, folder: Path) -> dict[str, Any]:
+    shape = [str(options.blocks), str(options.width), str(int(swapped))]
     teams = [
-        Ranks(name, [str(bucket), str(options.blocks), str(options.width), str(int(swapped))], folder)
+        Team(
+            name,
+            [sys.executable, str(HERE / "rank.py"), str(bucket), *shape],
+            WORLD,
+            dict(os.environ),
+            1,
+            folder,
+        )
         for name, bucket in BUCKETS.items()
     ]
     steps: dict[str, list[float]] = {team.name: [] for team in teams}
     calls: dict[str, list[float]] = {team.name: [] for team in teams}
     losses: dict[str, list[float]] = {team.name: [] for team in teams}
     for team in teams:
-        team.turn(options.steps)  # warms up: the first steps are not predicted
+        team.ask(do="turn", steps=options.steps)  # warms up: the first steps are not predicted
     for turn in range(options.rounds):
         for team in in_turn(teams, turn):
-            answers = team.turn(options.steps)
+            answers = team.ask(do="turn", steps=options.steps)
             slowest = [max(each) for each in zip(*(a["steps"] for a in answers), strict=True)]
             steps[team.name].append(statistics.median(slowest))
             calls[team.name].append(answers[0]["calls"])

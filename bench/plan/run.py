@@ -197,7 +197,7 @@ class Compared:
         measured = [max(steps) for steps in zip(*(a["steps"] for a in answers), strict=True)]
         self.estimated.append(found.step_s)
         self.measured += measured
-        self.errors = bytes_errors(found, answers[0])
+        self.errors = bytes_errors(found, answers)
         print(
             f"  {self.case.name:40} estimated {found.step_s:7.3f} s, measured {statistics.median(measured):7.3f}, "
             f"plain {self.plain[0]['forward'] + self.plain[0]['backward']:.3f}, bytes off "
@@ -217,17 +217,18 @@ class Compared:
         }
 
 
-def bytes_errors(found: Estimate, answer: dict[str, Any]) -> dict[str, float]:
-    """Of what there is: estimated over measured, less 1."""
+def bytes_errors(found: Estimate, answers: list[dict[str, Any]]) -> dict[str, float]:
+    """Of what there is: estimated over measured, the mean of the ranks, less 1."""
     assert found.plan is not None and found.moved is not None
     plan = found.plan.as_dict()
-    pairs = {
-        "host": (found.plan.host_bytes, answer["host"]),
-        "nvme": (plan["weights_nvme_bytes"] + plan["states_nvme_bytes"], answer["nvme"]),
-        "read": (found.moved["read"], answer["read"]),
-        "written": (found.moved["write"], answer["written"]),
+    said = {
+        "host": found.plan.host_bytes,
+        "nvme": plan["weights_nvme_bytes"] + plan["states_nvme_bytes"],
+        "read": found.moved["read"],
+        "written": found.moved["write"],
     }
-    return {key: said / was - 1 for key, (said, was) in pairs.items() if was}
+    was = {key: statistics.fmean(answer[key] for answer in answers) for key in said}
+    return {key: said[key] / was[key] - 1 for key in said if was[key]}
 
 
 def measure(cases: list[Case], turns: int, folder: Path) -> dict[str, Any]:

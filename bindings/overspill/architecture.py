@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ._core import CheckpointError
 from .extras import MissingExtra, need
-from .pretrained import bounded_modules, check_counts, some, wanted
+from .pretrained import bounded_modules, check_counts, said_by, some, wanted
 
 _PEFT = "base_model.model."
 
@@ -33,7 +33,7 @@ def names_of_peft(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
 def fit(shapes: Mapping[str, tuple[int, ...]], folder: Path, named: Path) -> Fit:
     """shapes: of what will be written. folder: has config.json; `named` is what errors call it. Raises CheckpointError
     for a configuration that speaks of layers without end."""
-    check_counts(folder, len(shapes), named)
+    check_counts(said_by(folder), len(shapes), named / "config.json")
     first = ""
     try:
         for kind in _classes(folder):
@@ -61,7 +61,7 @@ class Undivided(NamedTuple):
 
 def undivided(names: Sequence[str], folder: Path, named: Path) -> Undivided:
     """As `fit`, by names alone."""
-    check_counts(folder, len(names), named)
+    check_counts(said_by(folder), len(names), named / "config.json")
     why = f"no class of {named}/config.json has the names of these parts"
     try:
         for kind in _classes(folder):

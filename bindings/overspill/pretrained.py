@@ -129,7 +129,7 @@ class Folder:
 
     def check_counts(self) -> None:
         """Raises CheckpointError where config.json speaks of far more layers than the files can have tensors for."""
-        check_counts(self.path, len(self.tensors), self.path)
+        check_counts(said_by(self.path), len(self.tensors), self.path / "config.json")
 
     def bounded_modules(self) -> contextlib.AbstractContextManager[None]:
         """As the function below, for a model that is made of config.json."""
@@ -300,14 +300,12 @@ def empty_causal_lm(stored: Folder, dtype: torch.dtype | None = None) -> nn.Modu
         return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype).train()
 
 
-def check_counts(folder: Path, tensors: int, named: Path) -> None:
-    """Raises CheckpointError, which names the file in `named`, where config.json speaks of far more layers or experts
-    than the weights, `tensors` in number, can be of: transformers would make module after module until memory is full.
-    Each has a tensor of its own, but where they share one or are fused: so up to _COUNT_MAX are let through."""
-    try:
-        found = [json.loads((folder / "config.json").read_text(encoding="utf-8"))]
-    except (OSError, ValueError, RecursionError):
-        return  # whoever reads it next says what is wrong
+def check_counts(config: Any, tensors: int, named: Path) -> None:
+    """Raises CheckpointError, which names the file `named`, where `config`, what a config.json says, speaks of far more
+    layers or experts than the weights, `tensors` in number, can be of: transformers would make module after module
+    until memory is full. Each has a tensor of its own, but where they share one or are fused: so up to _COUNT_MAX are
+    let through."""
+    found = [config]
     while found:
         value = found.pop()
         if isinstance(value, list):
@@ -318,9 +316,17 @@ def check_counts(folder: Path, tensors: int, named: Path) -> None:
         for name, count in value.items():
             if _COUNT.search(name) and isinstance(count, int) and count > max(_COUNT_MAX, tensors):
                 raise CheckpointError(
-                    f"{named}/config.json: {name} = {count}, and the weights are {tensors} tensors: it is damaged, or "
+                    f"{named}: {name} = {count}, and the weights are {tensors} tensors: it is damaged, or "
                     "of another model; fetch the model again"
                 )
+
+
+def said_by(folder: Path) -> Any:
+    """What config.json of a folder says; None where it cannot be read: whoever reads it next says what is wrong."""
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 @contextlib.contextmanager

@@ -17,6 +17,9 @@ namespace {
 
 constexpr int kSteps = 4;
 constexpr int64_t kChunksMost = 20'000;  // of a finer division, neighbours of a unit are taken together
+constexpr int64_t kUsesMost = 1'000'000;
+constexpr double kLeastSpeed = 1;  // bytes a second
+constexpr double kGreatest = 1e18;
 // Urgencies of what passes the disks, the link and the network.
 constexpr int64_t kDemand = 0;  // the caller waits for it
 constexpr int64_t kAhead = 1;   // of a use to come, or a gradient
@@ -445,8 +448,9 @@ void Schedule::update(size_t job) {
 void Schedule::updated(size_t job) {
   JobNow& now = now_[job];
   const int32_t unit = jobs_[job].unit;
+  const bool due = std::exchange(now.due, false);  // before anything that follows may let it fall due again
   now.asked = now.given = now.there = false;
-  now.guessed = !now.due;
+  now.guessed = !due;
   if (jobs_[job].in_ring) {
     lanes_.move(Lane::write, jobs_[job].written, kLater, [=, this] {
       now_[job].in_slot = false;
@@ -456,30 +460,38 @@ void Schedule::updated(size_t job) {
       pump();
     });
   }
-  if (!std::exchange(now.due, false)) return;
+  if (!due) return;
   if (--units_[unit].pending > 0) return;
   collect(unit, kAhead);
   advance();
 }
 
-void check(const Layout& layout, std::span<const UnitWork> work, const Rates& rates) {
+void check(const Layout& layout, const Config& config, std::span<const UnitWork> work, const Rates& rates) {
   if (work.size() != layout.units.size())
     throw std::invalid_argument(
         fmt::format("work of {} units was given, and the model has {}", work.size(), layout.units.size()));
-  const auto sound = [](double number) { return std::isfinite(number) && number >= 0; };
+  if (std::ssize(work) * 2 > kUsesMost / std::max<int64_t>(1, config.gradient_accumulation))
+    throw std::invalid_argument(
+        fmt::format("a step of {} micro-batches over {} units is too long to simulate: give fewer micro-batches",
+                    config.gradient_accumulation, work.size()));
+  const auto sound = [](double number) { return number >= 0 && number <= kGreatest; };
   bool all = sound(rates.disk_bytes_per_s) && sound(rates.update_s_per_element) &&
              sound(rates.intake_s_per_byte) && sound(rates.network_latency_s) && sound(rates.use_s);
-  for (const double number : rates.bytes_per_s) all = all && sound(number);
-  for (const double number : rates.processor) all = all && sound(number);
+  for (const double speed : rates.bytes_per_s)
+    all = all && sound(speed) && (speed == 0 || speed >= kLeastSpeed);
+  for (const double share : rates.processor) all = all && share >= 0 && share <= 1;
   for (const UnitWork& unit : work) all = all && sound(unit.forward_s) && sound(unit.backward_s);
-  if (!all) throw std::invalid_argument("rates and seconds have to be finite and not negative");
+  if (!all)
+    throw std::invalid_argument(
+        "rates and seconds have to be finite and not negative, speeds at least a byte a second, and shares of "
+        "processors at most 1");
 }
 
 }  // namespace
 
 SimulatedStep simulate(const Layout& layout, const Plan& plan, const Config& config,
                        const DeviceTraits& device, std::span<const UnitWork> work, const Rates& rates) {
-  check(layout, work, rates);
+  check(layout, config, work, rates);
   return Schedule(layout, plan, config, device, work, rates).run();
 }
 

@@ -76,7 +76,7 @@ std::string find_missed_change(const Announcements& said) {
 std::string find_other_model(const Announcements& said) {
   for (int rank = 1; rank < said.ranks(); ++rank) {
     if (said.standing(rank).model != said.standing(0).model)
-      return fmt::format("rank {} has another model, stage or chunk size than rank 0", rank);
+      return fmt::format("rank {} has another model, stage, chunk size or bucket than rank 0", rank);
   }
   return {};
 }

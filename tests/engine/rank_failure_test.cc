@@ -175,7 +175,7 @@ TEST(Meetings, ThatARankHasLeftBehindEndTheWorld) {
 
 TEST(Meetings, OfOtherStagesAreRefused) {
   const auto errors = two_ranks([](Engine& engine, int) { engine.step(toy_groups(0)); }, 2);
-  expect_both_say(errors, {"rank 1 has another model, stage or chunk size than rank 0"});
+  expect_both_say(errors, {"rank 1 has another model, stage, chunk size or bucket than rank 0"});
 }
 
 TEST(Changes, ThatARankHasNotMadeBeforeItLeftEndTheWorld) {

@@ -172,6 +172,20 @@ TEST(Simulate, ATableThatIsLookedUpIsNotReadInBackward) {
   EXPECT_NEAR(all - fewer, 2.0 * kElements, 1);
 }
 
+TEST(Simulate, EachElementIsUpdatedOnceAStepWhereverItLies) {
+  for (const Placement placement : {Placement::host, Placement::half, Placement::nvme}) {
+    for (const bool speculate : {false, true}) {
+      Config config = simulated_config(placement);
+      config.speculate = speculate;
+      Rates rates = even_rates();
+      rates.processor[static_cast<size_t>(Lane::compute)] = 0;
+      rates.processor[static_cast<size_t>(Lane::update)] = 0;
+      EXPECT_NEAR(simulated_busy(simulated(config, even_work(3, 6), rates), Lane::update), 1, 0.02)
+          << static_cast<int>(placement) << speculate;
+    }
+  }
+}
+
 TEST(Simulate, RefusesWhatItCannotKnow) {
   const Config config = simulated_config(Placement::nvme);
   Rates rates = even_rates();
@@ -180,6 +194,15 @@ TEST(Simulate, RefusesWhatItCannotKnow) {
   EXPECT_THROW(simulated(config, even_work(1, 1), rates), std::invalid_argument);
   rates.use_s = -1;
   EXPECT_THROW(simulated(config, even_work(1, 1), rates), std::invalid_argument);
+  rates = even_rates();
+  rates.processor[static_cast<size_t>(Lane::compute)] = 1e308;
+  EXPECT_THROW(simulated(config, even_work(1, 1), rates), std::invalid_argument);
+  rates = even_rates();
+  rates.bytes_per_s[static_cast<size_t>(Lane::read)] = 1e-310;
+  EXPECT_THROW(simulated(config, even_work(1, 1), rates), std::invalid_argument);
+  Config long_step = config;
+  long_step.gradient_accumulation = 1'000'000'000;
+  EXPECT_THROW(simulated(long_step, even_work(1, 1), even_rates()), std::invalid_argument);
   rates = even_rates();
   rates.bytes_per_s[static_cast<size_t>(Lane::write)] = 0;
   EXPECT_THROW(simulated(config, even_work(1, 1), rates), std::invalid_argument);

@@ -121,6 +121,10 @@ def test_a_token_meets_few_experts(tmp_path):
         (json.dumps(LLAMA | {"hidden_size": -4}), "no causal language model"),
         (json.dumps(LLAMA | {"num_hidden_layers": 10**9}), "num_hidden_layers"),
         (json.dumps({"model_type": "resnet"}), "no causal language model"),
+        (
+            json.dumps(LLAMA | {"model_type": "mixtral", "num_local_experts": "8"}),
+            "no causal language model|cannot read",
+        ),
     ],
 )
 def test_a_config_that_is_wrong_is_refused_by_name(said, match, tmp_path):
@@ -129,6 +133,15 @@ def test_a_config_that_is_wrong_is_refused_by_name(said, match, tmp_path):
         of_config(tmp_path)
     assert str(tmp_path) in str(error.value)
     assert not isinstance(error.value, ModelError) or isinstance(error.value, ValueError)
+
+
+def test_a_file_of_another_name_is_checked_too(tmp_path):
+    """Its neighbour config.json once was, in its place."""
+    (tmp_path / "config.json").write_text("{")
+    file = tmp_path / "large.json"
+    file.write_text(json.dumps(LLAMA | {"num_hidden_layers": 10**9}))
+    with pytest.raises(overspill.OverspillError, match=r"large.json: num_hidden_layers = 1000000000"):
+        of_config(file)
 
 
 # ---- plans
@@ -192,6 +205,14 @@ def test_a_step_is_its_work_where_nothing_else_is_slow():
     expected = 3 * model.forward_flops(tokens, 1024) / 1e12
     assert found.step_s == pytest.approx(expected, rel=0.01)
     assert found.tokens_per_s == pytest.approx(tokens / expected, rel=0.01)
+
+
+def test_the_largest_number_of_parameters_can_be_planned():
+    """Its chunks once took hundreds of GB."""
+    found = estimate.estimate(
+        of_count(10**15), Machine(1 << 60, 1e15, 1e12, device_bytes=1 << 60, link_bytes_per_s=1e12), Load()
+    )
+    assert found.plan is not None and found.step_s > 0
 
 
 def test_work_can_be_given():
@@ -332,6 +353,9 @@ def test_measure_takes_what_this_machine_does(tmp_path, capsys):
         (["--parameters", "1B", "--host", "64GiB", "--tflops", "1", "--ranks", "3", "--per-machine", "2"], "multiple"),
         (["--parameters", "1B", "--host", "64GiB", "--tflops", "1", "--plot", "plan.txt"], "ends in .png or .svg"),
         (["--model", "nowhere.json", "--host", "8GiB", "--tflops", "1"], "nowhere.json"),
+        (["--parameters", "1B", "--measure", "--device", "24GiB"], "--measure measures the CPU"),
+        (["--parameters", "1B", "--measure", "--nvme", "/", "--nvme", "/tmp"], "looks at one disk"),
+        (["--parameters", "1B", "--host", "64GiB", "--tflops", "1", "--accumulate", "99999999"], "too long to"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused_by_name(arguments, said, capsys):

@@ -348,3 +348,18 @@ def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
     assert said[0] == code[1].split("# ")[1]
     assert said[1] == code[2].split("# ")[1]
     assert (tmp_path / "step.svg").stat().st_size > 1000
+
+
+def test_a_step_of_several_micro_batches_is_refused():
+    """Their passes would look like one, whose backward needs the forward of all."""
+    config = {"budget": {"host": "64MiB"}, "engine": {"device": "host"}, "gradient_accumulation_steps": 2}
+    engine = overspill.initialize(Towers(), config)[0]
+
+    def step():
+        for _ in range(2):
+            engine.backward(engine(torch.ones(4, WIDTH)))
+            engine.step()
+
+    with pytest.raises(RuntimeError, match="give one micro-batch"):
+        engine.graph(step)
+    engine.close()

@@ -130,7 +130,7 @@ class Exporter:
                 part = file.with_name(f"{file.name}.part")
                 part.write_text(self._source(), encoding="utf-8")
                 part.replace(file)
-            except OSError as error:
+            except Exception as error:  # whatever it is, the run goes on
                 if file not in self._refused:
                     self._warn(f"overspill: --metrics {file} was not written: {describe(error).text}")
                 self._refused.add(file)

@@ -205,6 +205,10 @@ def _check(args: argparse.Namespace) -> None:
         raise CliError(
             "give the model by --parameters 7B, or by --model with a config.json or a folder that has one"
         )
+    if args.measure and len(args.nvme or []) > 1:
+        raise CliError(
+            "--nvme: --measure looks at one disk; name one folder, or give the speed of all by --disk"
+        )
     if args.device not in (None, "host", "auto") and _device_bytes(args) is None:
         raise CliError(
             f"--device {args.device}: give the memory of the GPU that is not here, such as --device 24GiB"

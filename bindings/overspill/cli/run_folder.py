@@ -260,7 +260,7 @@ def wrong_line(record: Any) -> str:
     """What makes a line of the log useless; empty where nothing does."""
     if not isinstance(record, dict):
         return f"an object is expected, not {type(record).__name__}"
-    if type(record.get("step")) is not int or record["step"] < 0:
+    if type(record.get("step")) is not int or not 0 <= record["step"] < 2**63:
         return f"step = {record.get('step')!r:.40} is no number of a step"
     bad = [name for name in NEEDED if not is_number(record.get(name))]
     return f"{bad[0]} = {record.get(bad[0])!r:.40} is no number" if bad else ""

@@ -5,10 +5,9 @@ Only reads. The log is of rank 0: its loss and tokens are those of all ranks, it
 
 import math
 import os
-import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,13 @@ from overspill.cli.common import CliError
 from overspill.cli.display import TIMES
 from overspill.cli.run_folder import RunFolder, is_number, parsed_line, wrong_line
 from overspill.cli.run_lock import Holder, RunLock
+
+
+def mean(values: Sequence[float]) -> float:
+    """NaN where they have none: a log may say anything."""
+    found = sum(values) / len(values)
+    return found if math.isfinite(found) else math.nan
+
 
 RECENT = 20  # steps over which durations are averaged
 STALL_SECONDS = 10.0  # no step for so long, and for STALL_STEPS of the usual ones: the run stalls
@@ -38,14 +44,14 @@ class Curve:
         self._open.append(loss)
         if len(self._open) < self._each:
             return
-        self._done.append(statistics.fmean(self._open))
+        self._done.append(mean(self._open))
         self._open = []
         if len(self._done) >= self._points:
             pairs = zip(self._done[::2], self._done[1::2])
             self._done, self._each = [(a + b) / 2 for a, b in pairs], self._each * 2
 
     def values(self) -> list[float]:
-        return self._done + ([statistics.fmean(self._open)] if self._open else [])
+        return self._done + ([mean(self._open)] if self._open else [])
 
 
 class LogTail:
@@ -152,7 +158,7 @@ class RunWatch:
         holder = RunLock.holder(self.folder.path)
         settings = stored["settings"]
         steps = (None if settings.get("epochs") else settings.get("steps")) or last.get("steps")
-        usual = statistics.fmean(self._tail.seconds) if self._tail.seconds else None
+        usual = mean(self._tail.seconds) if self._tail.seconds else None
         since = self._now() - last["ended"] if "ended" in last else None
         begun = holder is not None and "ended" in last and last["ended"] >= holder.since
         state, stalled = _state(holder, begun, last.get("step", 0), steps, since, usual)

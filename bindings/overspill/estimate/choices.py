@@ -11,6 +11,7 @@ from .models import Model
 from .step import Estimate, Load, estimate
 
 _WORTH = 1.02  # times as fast
+_MOST_BYTES = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,10 @@ def budgets(
     model: Model, machine: Machine, load: Load, config: Mapping[str, Any], ranks: int, sizes: Sequence[int]
 ) -> list[tuple[int, Estimate]]:
     """One estimate for each size of a rank's host memory."""
-    return [(size, estimate(model, replace(machine, host_bytes=size), load, config, ranks)) for size in sizes]
+    return [
+        (size, estimate(model, replace(machine, host_bytes=min(size, _MOST_BYTES)), load, config, ranks))
+        for size in sizes
+    ]
 
 
 def rank_counts(most: int) -> list[int]:
@@ -41,8 +45,8 @@ def gains(
     """Each part of the machine twice as large or as fast, by itself; those that make a step shorter, the best first. Of
     a model that does not fit, what makes it fit."""
     tries = {
-        "twice the host memory": replace(machine, host_bytes=2 * machine.host_bytes),
-        "twice the GPU's memory": replace(machine, device_bytes=2 * machine.device_bytes),
+        "twice the host memory": replace(machine, host_bytes=min(2 * machine.host_bytes, _MOST_BYTES)),
+        "twice the GPU's memory": replace(machine, device_bytes=min(2 * machine.device_bytes, _MOST_BYTES)),
         "twice the compute": replace(machine, flops_per_s=2 * machine.flops_per_s),
         "disks twice as fast": replace(
             machine,

@@ -76,6 +76,7 @@ class Machine:
             write_bytes_per_s=self.write_bytes_per_s / ranks,
             network_bytes_per_s=self.network_bytes_per_s / (1 if own else ranks),
             update_s=None if self.update_s is None else self.update_s * ranks,
+            intake_s=None if self.intake_s is None else self.intake_s * ranks,
         )
 
     def rates(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,12 @@ def made(config: Any, name: str) -> Model:
     """Of a config of transformers. Raises ModelError, CheckpointError where it asks for absurdly many modules."""
     from transformers import AutoModelForCausalLM
 
-    words = config.get_text_config()
-    active = next((getattr(words, key) for key in _ACTIVE if getattr(words, key, None)), 0)
-    experts = next((getattr(words, key) for key in _EXPERTS if getattr(words, key, None)), 0)
     try:
+        words = config.get_text_config()
+        met, experts = _first(words, _ACTIVE), _first(words, _EXPERTS)
+        width = _first(words, ("hidden_size", "n_embd", "d_model"))
+        layers = _first(words, ("num_hidden_layers", "n_layer", "num_layers"))
+        vocabulary = int(words.vocab_size)
         with bounded_modules(_TENSORS, Path(name)), torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except OverspillError:
@@ -93,14 +96,13 @@ def made(config: Any, name: str) -> Model:
         raise ModelError(
             f"overspill: {name}: transformers makes no causal language model of it: {error!s:.300}"
         ) from error
-    return Model(
-        module,
-        name,
-        int(getattr(words, "hidden_size", 0) or getattr(words, "n_embd", 0)),
-        int(getattr(words, "num_hidden_layers", 0) or getattr(words, "n_layer", 0)),
-        int(words.vocab_size),
-        active / experts if active and experts else 1.0,
-    )
+    active = met / experts if 0 < met <= experts else 1.0
+    return Model(module, name, width, layers, vocabulary, active)
+
+
+def _first(config: Any, names: Iterable[str]) -> int:
+    """The first of these numbers that the config has; 0: it has none."""
+    return next((int(getattr(config, name)) for name in names if getattr(config, name, None)), 0)
 
 
 def of_config(path: str | Path) -> Model:
@@ -119,7 +121,7 @@ def of_config(path: str | Path) -> Model:
         raise ModelError(
             f"overspill: {file}: it names no model_type, which config.json of Hugging Face models do"
         )
-    check_counts(file.parent, _TENSORS, file.parent)
+    check_counts(said, _TENSORS, file)
     try:
         config = AutoConfig.for_model(**said)
     except Exception as error:

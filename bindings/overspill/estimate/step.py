@@ -19,6 +19,7 @@ from ..units import UnitSpec, partition
 from .machine import Machine
 from .models import Model
 
+_CHUNKS_MOST = 1_000_000  # of a rank; of larger models chunks are larger, so that a plan stays small
 _OWN_BYTES = 1 << 30  # of a process: torch, its libraries, what it allocates besides
 Work = tuple[
     float, float, bool
@@ -150,6 +151,8 @@ def estimate(
     said["gradient_accumulation_steps"] = load.micros
     settings, specs, units = described(model.module, said)
     asked = settings.to_core(_core)
+    while model.parameters / ranks / asked.chunk_elements > _CHUNKS_MOST:
+        asked.chunk_elements *= 2
     try:
         plan = Plan.of(_core.plan(units, asked, ranks))
     except BudgetError as error:

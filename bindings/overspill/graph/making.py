@@ -67,17 +67,19 @@ class _Maker:
         for i, use in enumerate(self.uses):
             for each in _nearest(self.uses, use.after):
                 consumers.setdefault(each, []).append(i)
-        done: dict[int, int] = {}
+        ends: dict[int, set[int]] = {}  # by use, nodes whose results its own backward needs
         by_unit: dict[int, list[int]] = {}
         for i in reversed(range(len(self.uses))):
             use = self.uses[i]
+            later = set().union(*(ends[j] for j in consumers.get(i, [])))
             if use.unit not in self.has_backward:
+                ends[i] = later  # gradients pass through it
                 continue
-            later = [done[j] for j in consumers.get(i, []) if j in done]
             needed = [*(later or [loss]), saved.get(i, forward[i])]
             needed += [gathers[use.unit]] if use.unit in gathers else []
-            done[i] = self.add("backward", use.unit, use.number, 0, self._took("backward", use.unit), needed)
-            by_unit.setdefault(use.unit, []).append(done[i])
+            node = self.add("backward", use.unit, use.number, 0, self._took("backward", use.unit), needed)
+            ends[i] = {node}
+            by_unit.setdefault(use.unit, []).append(node)
         return by_unit
 
     def _step(self, backward: dict[int, list[int]]) -> None:

@@ -49,6 +49,7 @@ class Tracer:
     _sources: dict[int, tuple[StorageWeakRef, frozenset[int]]] = field(default_factory=dict)  # by storage
     _read: frozenset[int] = frozenset()  # sources of what Python has read
     _now: int = -1  # the use of the last operation
+    came_back: bool = False  # a backward began
     _counted: dict[int, StorageWeakRef] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -77,7 +78,13 @@ class Tracer:
             return  # a view of a weight
         if in_backward():
             self.in_backward |= units
+            self.came_back = True
             return
+        if self.came_back and units:
+            raise RuntimeError(
+                "overspill: engine.graph: the step has a forward after a backward; give one micro-batch of it, and "
+                "engine.step()"
+            )
         sources = self._read.union(*(self._of(tensor) for tensor in given))
         if units:
             sources = frozenset(self._use(unit, sources) for unit in sorted(units))
