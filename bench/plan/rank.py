@@ -1,7 +1,7 @@
 """One rank of a team of bench/plan/run.py, which is asked for one thing after the other.   rank.py THREADS"""
 
+import itertools
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -20,6 +20,7 @@ from overspill.estimate import measured
 from turns import serve
 
 gpt.SHAPES["reference"] = gpt.Shape(512, 8, 8)  # of run.py
+COUNTED = 3  # steps whose bytes are counted
 WARM = 2  # steps that are unlike others: nothing is traced in the first, and the disk has no states to read
 
 
@@ -57,32 +58,40 @@ def rates(placement: str, disk: str) -> dict[str, Any]:
 
 
 def train(size: str, config: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Seconds of each step, and bytes of the last ones."""
+    """Seconds of each step; then bytes of a step, of steps between two moments at which nothing is under way."""
     shape = gpt.SHAPES[size]
     engine, *_ = overspill.initialize(gpt.make(shape), config)
-    micros = config.get("gradient_accumulation_steps", 1)
-    seconds, moved = [], []
+    micros, numbers = config.get("gradient_accumulation_steps", 1), itertools.count()
+
+    def step() -> float:
+        begin = time.perf_counter()
+        for _ in range(micros):
+            engine.backward(engine(gpt.batch(shape, next(numbers))))
+            engine.step()
+        return time.perf_counter() - begin
+
+    def moved() -> tuple[int, int]:
+        engine.synchronize()
+        _meet()  # no rank reads for another
+        stats = engine.stats()
+        return stats["nvme_read_bytes"], stats["nvme_written_bytes"]
+
     try:
         _meet()
-        for number in range(WARM + steps):
-            begin = time.perf_counter()
-            for micro in range(micros):
-                engine.backward(engine(gpt.batch(shape, number * micros + micro)))
-                engine.step()
-            seconds.append(time.perf_counter() - begin)
-            report = engine.report()
-            moved.append((report["read_bytes"], report["written_bytes"]))
-        engine.synchronize()
-        stats, plan = engine.stats(), engine.plan.as_dict()
+        seconds = [step() for _ in range(WARM + steps)][WARM:]
+        before = moved()
+        for _ in range(COUNTED):
+            step()
+        read, written = (after - was for after, was in zip(moved(), before, strict=True))
+        stats = engine.stats()
     finally:
         engine.close()
     return {
-        "steps": seconds[WARM:],
-        "read": statistics.median(read for read, _ in moved[WARM:]),
-        "written": statistics.median(written for _, written in moved[WARM:]),
+        "steps": seconds,
+        "read": read / COUNTED,
+        "written": written / COUNTED,
         "host": stats["host_used_bytes"],
         "nvme": stats["nvme_allocated_bytes"],
-        "ring_slots": plan["ring_slots"],
     }
 
 

@@ -29,7 +29,7 @@ import torch
 
 import gpt
 from overspill.estimate import Estimate, Load, Machine, Model, estimate
-from overspill.estimate.measured import ELEMENTS, LAYERS
+from overspill.estimate.measured import ELEMENTS, LAYERS, disk_rates
 from overspill.estimate.step import Work, described, shared_out
 from teams import Team
 from turns import machine as machine_name
@@ -122,13 +122,20 @@ def machine_of(team: Team, disk: Path) -> Machine:
     def slowest(answers: list[dict[str, Any]], part: str) -> float:
         return max(answer[part] for answer in answers)
 
-    slots = away[0]["slots"]
+    parts = ("update", "update_cpu", "slots")
+    disk, processor = disk_rates(
+        {part: slowest(inside, part) for part in parts},
+        {part: slowest(away, part) for part in parts},
+        ELEMENTS / world,
+        (os.cpu_count() or 1) / world,
+    )
     backward = slowest(inside, "backward") - slowest(inside, "plain_backward") + slowest(inside, "step")
     machine = Machine(
         host_bytes=0,
         flops_per_s=1,
         memory_bytes_per_s=1,
-        disk_bytes_per_s=24 * ELEMENTS / world / slowest(away, "update") * (slots + 1) / slots,
+        disk_bytes_per_s=disk,
+        disk_processor=processor,
         network_latency_s=0,
         network_processor=1,
         update_s=slowest(inside, "update") * world / ELEMENTS,

@@ -44,25 +44,21 @@ void Lanes::move(Lane lane, double bytes, int64_t urgency, std::function<void()>
   ask(lane, latency + bytes / speed, urgency, std::move(done));
 }
 
+/// The disks first, since a lane that gets half of them needs half of its share of the processor.
 std::array<double, kLanes> Lanes::speeds() const {
   std::array<double, kLanes> speeds{};
-  double wanted = 0;
-  for (size_t i = 0; i < kLanes; ++i) {
-    if (queues_[i].busy) wanted += rates_.processor[i];
-  }
-  for (size_t i = 0; i < kLanes; ++i) {
-    if (!queues_[i].busy) continue;
-    speeds[i] = wanted > 1 && rates_.processor[i] > 0 ? 1 / wanted : 1;
-  }
+  for (size_t i = 0; i < kLanes; ++i) speeds[i] = queues_[i].busy ? 1 : 0;
   if (busy(Lane::read) && busy(Lane::write)) {
     const double read = rates_.bytes_per_s[static_cast<size_t>(Lane::read)];
     const double write = rates_.bytes_per_s[static_cast<size_t>(Lane::write)];
     const double both = rates_.disk_bytes_per_s > 0 ? rates_.disk_bytes_per_s : std::max(read, write);
-    const double share = std::min(1.0, both / (read + write));
-    for (const Lane lane : {Lane::read, Lane::write}) {
-      double& speed = speeds[static_cast<size_t>(lane)];
-      speed = std::min(speed, share);
-    }
+    for (const Lane lane : {Lane::read, Lane::write})
+      speeds[static_cast<size_t>(lane)] = std::min(1.0, both / (read + write));
+  }
+  double wanted = 0;
+  for (size_t i = 0; i < kLanes; ++i) wanted += speeds[i] * rates_.processor[i];
+  for (size_t i = 0; i < kLanes; ++i) {
+    if (wanted > 1 && rates_.processor[i] > 0) speeds[i] /= wanted;
   }
   return speeds;
 }

@@ -471,9 +471,9 @@ void check(const Layout& layout, const Config& config, std::span<const UnitWork>
     throw std::invalid_argument(
         fmt::format("work of {} units was given, and the model has {}", work.size(), layout.units.size()));
   if (std::ssize(work) * 2 > kUsesMost / std::max<int64_t>(1, config.gradient_accumulation))
-    throw std::invalid_argument(
-        fmt::format("a step of {} micro-batches over {} units is too long to simulate: give fewer micro-batches",
-                    config.gradient_accumulation, work.size()));
+    throw std::invalid_argument(fmt::format(
+        "a step of {} micro-batches over {} units is too long to simulate: give fewer micro-batches",
+        config.gradient_accumulation, work.size()));
   const auto sound = [](double number) { return number >= 0 && number <= kGreatest; };
   bool all = sound(rates.disk_bytes_per_s) && sound(rates.update_s_per_element) &&
              sound(rates.intake_s_per_byte) && sound(rates.network_latency_s) && sound(rates.use_s);
@@ -483,7 +483,8 @@ void check(const Layout& layout, const Config& config, std::span<const UnitWork>
   for (const UnitWork& unit : work) all = all && sound(unit.forward_s) && sound(unit.backward_s);
   if (!all)
     throw std::invalid_argument(
-        "rates and seconds have to be finite and not negative, speeds at least a byte a second, and shares of "
+        "rates and seconds have to be finite and not negative, speeds at least a byte a second, and shares "
+        "of "
         "processors at most 1");
 }
 

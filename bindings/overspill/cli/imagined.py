@@ -266,7 +266,9 @@ def _machine(args: argparse.Namespace) -> Machine:
 
         print("measuring this machine ...", file=sys.stderr, flush=True)
         here = measured.machine((args.nvme or [Path.cwd()])[0])
-        values = {name: getattr(here, name) for name in (*given, "update_s", "intake_s", "use_s")}
+        values = {
+            name: getattr(here, name) for name in (*given, "disk_processor", "update_s", "intake_s", "use_s")
+        }
         if args.memory_speed:
             values |= {"update_s": None, "intake_s": None}
     values |= {name: value for name, value in given.items() if value is not None}

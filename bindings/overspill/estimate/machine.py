@@ -43,6 +43,7 @@ class Machine:
     update_s:            of one element of the exact format, by all workers; None: by the memory's speed
     intake_s:            of one byte of a gradient that arrives on the host; None: by the memory's speed
     use_s:               of one use of a unit: hooks and a lease
+    disk_processor:      share of the processors that a disk at its full speed takes: checksums, and the kernel's work
     network_processor:   share of the processors that collectives take, 0 to 1: gloo's are copies by the CPU
     """
 
@@ -59,6 +60,7 @@ class Machine:
     update_s: float | None = None
     intake_s: float | None = None
     use_s: float = _USE_S
+    disk_processor: float = 0
     network_processor: float = 0
 
     def shared_by(self, ranks: int) -> Machine:
@@ -97,6 +99,8 @@ class Machine:
             },
             "processor": {
                 "compute": 0.0 if computes_beside else 1.0,
+                "read": self.disk_processor,
+                "write": self.disk_processor,
                 "network": self.network_processor,
             },
         }

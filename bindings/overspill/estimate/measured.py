@@ -3,6 +3,7 @@ NVMe."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -48,12 +49,13 @@ def plain(tokens: int, steps: int = STEPS) -> tuple[float, float]:
 
 def engine_times(config: dict[str, Any], steps: int = STEPS) -> dict[str, float]:
     """Seconds of each part of a step of one token: forward, backward with its gradients, step(), and the updates, for
-    which the caller waits here. "slots" are the ring's, of the plan."""
+    which the caller waits here, with the "update_cpu" seconds of all processors. "slots": of the ring."""
     from ..start import initialize
 
     engine, *_ = initialize(_model(), config)
     x = torch.zeros(1, WIDTH, dtype=torch.bfloat16)
     times: dict[str, list[float]] = {"forward": [], "backward": [], "step": [], "update": []}
+    processors: list[float] = []
     try:
         for _ in range(steps):
             marks = [time.perf_counter()]
@@ -63,14 +65,29 @@ def engine_times(config: dict[str, Any], steps: int = STEPS) -> dict[str, float]
             marks.append(time.perf_counter())
             engine.step()
             marks.append(time.perf_counter())
+            before = time.process_time()
             engine.synchronize()
+            processors.append(time.process_time() - before)
             marks.append(time.perf_counter())
             for part, begin, end in zip(times, marks, marks[1:], strict=False):
                 times[part].append(end - begin)
         slots = engine.plan.as_dict()["ring_slots"]
     finally:
         engine.close()
-    return {part: _median(each) for part, each in times.items()} | {"slots": float(slots)}
+    medians = {part: _median(each) for part, each in times.items()}
+    return medians | {"update_cpu": _median(processors), "slots": float(slots)}
+
+
+def disk_rates(
+    inside: dict[str, float], away: dict[str, float], elements: float, cores: float
+) -> tuple[float, float]:
+    """Bytes a second of the disk, and the share of so many processors that it takes at that speed, of `engine_times` in
+    memory and on NVMe. `elements`: of this rank's shard."""
+    moved = _STATE_BYTES * elements
+    # A ring of s slots reaches s / (s + 1) of what the disk could (engine/plan/predict.h).
+    speed = moved / away["update"] * (away["slots"] + 1) / away["slots"]
+    processor = max(0.0, away["update_cpu"] - inside["update_cpu"]) / moved
+    return speed, min(1.0, processor * speed / cores)
 
 
 def machine(folder: str | Path) -> Machine:
@@ -84,12 +101,13 @@ def machine(folder: str | Path) -> Machine:
     with tempfile.TemporaryDirectory(prefix="overspill-measure-", dir=folder) as disk:
         budget = {"host": "2GiB", "nvme": [disk]}
         away = engine_times({"budget": budget, "engine": engine | {"placement": "nvme"}})
+    disk, processor = disk_rates(inside, away, ELEMENTS, len(os.sched_getaffinity(0)))
     return Machine(
         host_bytes=free_bytes(),
         flops_per_s=flops,
         memory_bytes_per_s=26 * ELEMENTS / inside["update"],
-        # A ring of s slots reaches s / (s + 1) of what the disk could (engine/plan/predict.h).
-        disk_bytes_per_s=_STATE_BYTES * ELEMENTS / away["update"] * (away["slots"] + 1) / away["slots"],
+        disk_bytes_per_s=disk,
+        disk_processor=processor,
         update_s=inside["update"] / ELEMENTS,
         intake_s=max(0.0, inside["backward"] - alone[1] + inside["step"]) / (2 * ELEMENTS),
         use_s=max(0.0, inside["forward"] - alone[0]) / LAYERS,
