@@ -58,7 +58,8 @@ def rates(placement: str, disk: str) -> dict[str, Any]:
 
 
 def train(size: str, config: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Seconds of each step; then bytes of a step, of steps between two moments at which nothing is under way."""
+    """Seconds of each step; then bytes of a step. These are what more steps between two moments of rest move more than
+    one: after a rest forward reads weights that it otherwise gets from an update."""
     shape = gpt.SHAPES[size]
     engine, *_ = overspill.initialize(gpt.make(shape), config)
     micros, numbers = config.get("gradient_accumulation_steps", 1), itertools.count()
@@ -79,10 +80,12 @@ def train(size: str, config: dict[str, Any], steps: int) -> dict[str, Any]:
     try:
         _meet()
         seconds = [step() for _ in range(WARM + steps)][WARM:]
-        before = moved()
-        for _ in range(COUNTED):
-            step()
-        read, written = (after - was for after, was in zip(moved(), before, strict=True))
+        marks = [moved()]
+        for count in (1, 1 + COUNTED):
+            for _ in range(count):
+                step()
+            marks.append(moved())
+        read, written = (three - 2 * two + one for one, two, three in zip(*marks, strict=True))
         stats = engine.stats()
     finally:
         engine.close()
