@@ -123,7 +123,7 @@ def machine_of(team: Team, disk: Path) -> Machine:
         return max(answer[part] for answer in answers)
 
     parts = ("update", "update_cpu", "slots")
-    disk, processor = disk_rates(
+    speed, processor = disk_rates(
         {part: slowest(inside, part) for part in parts},
         {part: slowest(away, part) for part in parts},
         ELEMENTS / world,
@@ -134,7 +134,7 @@ def machine_of(team: Team, disk: Path) -> Machine:
         host_bytes=0,
         flops_per_s=1,
         memory_bytes_per_s=1,
-        disk_bytes_per_s=disk,
+        disk_bytes_per_s=speed,
         disk_processor=processor,
         network_latency_s=0,
         network_processor=1,
