@@ -63,7 +63,7 @@ NOT_RUN = {
         "docs/inference.md: Serving, bash",
         "docs/serving.md: Serving a model, bash",
     ),
-    "is read by Prometheus": ("docs/monitoring.md: Prometheus, yaml",),
+    "is read by Prometheus": ("docs/monitoring.md: Prometheus and `overspill train`, yaml",),
     "takes longer than a test may": (
         "docs/step.md: `make bench-sizes`, bash",
         "docs/simulation.md: The simulation, bash",

@@ -325,7 +325,10 @@ def test_ranks_of_a_machine_share_it(capsys):
     alone, together = step(), step("--per-machine", "8")
     assert together["machine"]["host_bytes"] * 8 == alone["machine"]["host_bytes"]
     assert together["machine"]["flops_per_s"] == alone["machine"]["flops_per_s"], "each has a GPU"
-    assert together["step_seconds"] > alone["step_seconds"]
+    assert together["machine"]["memory_bytes_per_s"] * 8 == alone["machine"]["memory_bytes_per_s"]
+    assert together["machine"]["network_bytes_per_s"] == alone["machine"]["network_bytes_per_s"], (
+        "rings pass it once"
+    )
 
 
 def test_measure_takes_what_this_machine_does(tmp_path, capsys):
