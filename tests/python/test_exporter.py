@@ -130,7 +130,7 @@ def test_places_for_a_file_that_do_not_do(tmp_path):
     for place, said in ((tmp_path / "a.prom", "is a folder"), (tmp_path / "b/c.prom", "b is no folder")):
         with pytest.raises(CliError, match=said):
             Exporter([str(place)], 0, 0, 1)
-    with pytest.raises(CliError, match="none stands alone"):
+    with pytest.raises(CliError, match="give none without other destinations"):
         Exporter(["none", "9400"], 0, 0, 1)
     assert Exporter(["none"], 0, 0, 1).lines() == Exporter(None, 0, 0, 1).lines() == []
 
