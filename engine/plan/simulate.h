@@ -64,8 +64,9 @@ struct SimulatedStep {
   std::array<double, kLanes> bytes{};  // through read to network
 };
 
-/// Simulates four steps and returns the fourth, since the first ones begin with an empty ring. Throws std::invalid_argument where `work` is not of the layout's units, a number
-/// is negative or not finite, or bytes have to pass a lane that has no speed.
+/// Simulates four steps and returns the fourth, since the first ones begin with an empty ring. Throws
+/// std::invalid_argument where `work` is not of the layout's units, a number is negative or not finite, or
+/// bytes have to pass a lane that has no speed.
 SimulatedStep simulate(const Layout& layout, const Plan& plan, const Config& config,
                        const DeviceTraits& device, std::span<const UnitWork> work, const Rates& rates);
 
