@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -80,13 +81,14 @@ py::dict simulated(const std::vector<UnitSpec>& units, const PythonConfig& confi
   std::vector<engine::UnitWork> seconds;
   seconds.reserve(work.size());
   for (const auto& [forward, backward, needed] : work) seconds.push_back({forward, backward, needed});
+  Plan plan;
   engine::SimulatedStep step;
   {
     const py::gil_scoped_release released;
     const engine::DeviceTraits device = traits_of(config, ranks);
     const engine::Layout layout = engine::make_layout(units, config.chunk_elements, 0, ranks, config.stage);
-    step =
-        engine::simulate(layout, engine::make_plan(layout, config, device), config, device, seconds, rates);
+    plan = engine::make_plan(layout, config, device);
+    step = engine::simulate(layout, plan, config, device, seconds, rates);
   }
   py::dict busy;
   py::dict bytes;
@@ -96,6 +98,7 @@ py::dict simulated(const std::vector<UnitSpec>& units, const PythonConfig& confi
     if (static_cast<Lane>(i) > Lane::update) bytes[name] = step.bytes[i];
   }
   py::dict out;
+  out["plan"] = std::move(plan);
   out["step_seconds"] = step.step_s;
   out["waited_seconds"] = step.waited_s;
   out["busy_seconds"] = busy;
@@ -111,7 +114,8 @@ void register_plan(py::module_& m) {
         "Where components of rank 0 would go; allocates nothing.");
   m.def("simulate", &simulated, py::arg("units"), py::arg("config"), py::arg("work"), py::arg("rates"),
         py::arg("ranks") = 1,
-        "A step under that plan, simulated (engine/plan/simulate.h). `work`: by unit, seconds of forward and "
+        "That plan, and a step under it, simulated (engine/plan/simulate.h). `work`: by unit, seconds of "
+        "forward and "
         "of backward of one micro-batch, and whether backward needs its weights. `rates`: the fields of "
         "Rates by name; those of lanes are dicts.");
 }

@@ -804,9 +804,9 @@ def simulate(
     ranks: typing.SupportsInt | typing.SupportsIndex = 1,
 ) -> dict[str, typing.Any]:
     """
-    A step under that plan, simulated (engine/plan/simulate.h). `work`: by unit, seconds of forward and of
-    backward of one micro-batch, and whether backward needs its weights. `rates`: the fields of Rates by name;
-    those of lanes are dicts.
+    That plan, and a step under it, simulated (engine/plan/simulate.h). `work`: by unit, seconds of forward
+    and of backward of one micro-batch, and whether backward needs its weights. `rates`: the fields of Rates
+    by name; those of lanes are dicts.
     """
 
 def verify(

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from overspill import hub
 from overspill._core import OverspillError
@@ -57,12 +57,20 @@ def sigterm_ends() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+Value = TypeVar("Value")
+
+
 def size(text: str) -> int:
     """argparse type of a byte count: '600MiB', '1.5GB', '1024'."""
     from overspill.config.values import parse_size
 
+    return parsed(parse_size, text)
+
+
+def parsed(parse: Callable[[str], Value], text: str) -> Value:
+    """For argparse types: what `parse` makes of the text, whose ValueError names it."""
     try:
-        return parse_size(text)
+        return parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 

@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from overspill.cli.common import OPTIMIZERS, CliError, path_of, positive, quiet_transformers, size
+from overspill.cli.common import OPTIMIZERS, CliError, parsed, path_of, positive, quiet_transformers, size
+from overspill.cli.wear import DAY_SECONDS, TB
 from overspill.estimate import Estimate, Gain, Load, Machine, Model
 from overspill.memory import human
 
-DAY_SECONDS = 86_400
-TB = 1e12  # as makers rate endurance
 _MACHINE = ("host", "link", "disk", "tflops", "memory_speed", "network")
 _OTHERS = (
     "parameters",
@@ -51,20 +50,14 @@ def rate(text: str) -> float:
     """argparse type of a speed."""
     from overspill.estimate import parse_rate
 
-    try:
-        return parse_rate(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    return parsed(parse_rate, text)
 
 
 def count(text: str) -> int:
     """argparse type of a number of parameters."""
     from overspill.estimate.models import parse_count
 
-    try:
-        return parse_count(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    return parsed(parse_count, text)
 
 
 def above_zero(text: str) -> float:
@@ -134,8 +127,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def wanted(args: argparse.Namespace) -> bool:
     """Whether the options speak of a machine or a model that is not here."""
-    typed = any(getattr(args, name, None) not in (None, False) for name in (*_MACHINE, *_OTHERS))
-    return typed or _device_bytes(args) is not None or (args.model is not None and Path(args.model).is_file())
+    return _typed(args) is not None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -195,10 +187,11 @@ def _estimates(
 
 def _check(args: argparse.Namespace) -> None:
     """Raises CliError for options that are of a machine that is here, and for what is missing."""
+    typed = _typed(args) or "model"
     for name in _NOT_HERE:
         if getattr(args, name, None) is not None and not (name == "nvme" and args.measure):
             raise CliError(
-                f"{_option(name)}: not together with {_option(_typed(args))}, which is of a machine or a model that is "
+                f"{_option(name)}: not together with {_option(typed)}, which is of a machine or a model that is "
                 "not here: that one has --host, --device SIZE and --disk"
             )
     if (args.parameters is None) == (args.model is None):
@@ -236,10 +229,14 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _typed(args: argparse.Namespace) -> str:
-    """The first option that makes this a plan for a machine that is not here."""
-    typed = (name for name in (*_MACHINE, *_OTHERS) if getattr(args, name, None) not in (None, False))
-    return next(typed, "device" if _device_bytes(args) is not None else "model")
+def _typed(args: argparse.Namespace) -> str | None:
+    """The first option that makes this a plan for a machine or a model that is not here; None: there is none."""
+    for name in (*_MACHINE, *_OTHERS):
+        if getattr(args, name, None) not in (None, False):
+            return name
+    if _device_bytes(args) is not None:
+        return "device"
+    return "model" if args.model is not None and Path(args.model).is_file() else None
 
 
 def _device_bytes(args: argparse.Namespace) -> int | None:

@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-_PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_PREFIXES |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+from ..config.values import parse_size
+
 # Bytes that host memory moves for an element: an update reads the gradient, and reads and writes weight and states.
-_UPDATE_BYTES = 26
+UPDATE_BYTES = 26
 # For a byte of a gradient that comes: it is read and written, and read for the norm.
 _INTAKE_BYTES = 3
 _USE_S = 50e-6  # hooks and a lease, measured on one core
@@ -18,10 +18,13 @@ _LATENCY_S = 20e-6  # of a collective call
 
 def parse_rate(text: str) -> float:
     """Bytes a second, of "25GB/s", "6GiB/s" or, in bits as networks are sold, "200Gb/s". Raises ValueError."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGTkmgt]?i?)([Bb])(?:/s|ps)\s*", text)
-    if not match or match[2].lower() not in _PREFIXES:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?\s*[KMGTkmgt]?i?)([Bb])(?:/s|ps)\s*", text)
+    try:
+        rate = parse_size(f"{match[1]}B") / (8 if match[2] == "b" else 1) if match else 0
+    except ValueError:  # an i without a prefix, or far too much
+        match = None
+    if not match:
         raise ValueError("a speed is a text such as 6GB/s, 6GiB/s or, in bits, 200Gb/s")
-    rate = float(match[1]) * _PREFIXES[match[2].lower()] / (8 if match[3] == "b" else 1)
     if not 0 < rate < 1e18:
         raise ValueError("a speed has to be above 0 and below 10^18 bytes a second")
     return rate
@@ -85,7 +88,7 @@ class Machine:
         """As the core takes them."""
         computes_beside = self.device_bytes > 0
         return {
-            "update_s_per_element": self._of_memory(self.update_s, _UPDATE_BYTES),
+            "update_s_per_element": self._of_memory(self.update_s, UPDATE_BYTES),
             "intake_s_per_byte": self._of_memory(self.intake_s, _INTAKE_BYTES),
             "use_s": self.use_s,
             "network_latency_s": self.network_latency_s,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..memory import free_bytes
-from .machine import Machine
+from .machine import UPDATE_BYTES, Machine
 
 WIDTH, LAYERS, STEPS = 2048, 12, 7
 _UNLIKE_OTHERS = 2  # first steps
@@ -105,7 +105,7 @@ def machine(folder: str | Path) -> Machine:
     return Machine(
         host_bytes=free_bytes(),
         flops_per_s=flops,
-        memory_bytes_per_s=26 * ELEMENTS / inside["update"],
+        memory_bytes_per_s=UPDATE_BYTES * ELEMENTS / inside["update"],
         disk_bytes_per_s=disk,
         disk_processor=processor,
         update_s=inside["update"] / ELEMENTS,

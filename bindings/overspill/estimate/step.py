@@ -115,7 +115,7 @@ def work_of(model: Model, specs: Sequence[UnitSpec], load: Load, flops_per_s: fl
     return shared_out(model, specs, seconds, (3 if load.recomputed else 2) * seconds)
 
 
-def with_budgets(config: Mapping[str, Any], machine: Machine, activations: int, ranks: int) -> dict[str, Any]:
+def with_budgets(config: Mapping[str, Any], machine: Machine, activations: int) -> dict[str, Any]:
     """The configuration, with the budgets that are not in it: what the machine has, less activations and what a process
     takes by itself. Where it has a disk the states may go there."""
     budget = dict(config.get("budget", {}))
@@ -147,20 +147,19 @@ def estimate(
     Raises: ConfigError; ValueError where the plan needs a disk, a link or a network that the machine lacks.
     """
     activations = model.activation_bytes(load.tokens, load.recomputed)
-    said = with_budgets(config or {}, machine, activations, ranks)
+    said = with_budgets(config or {}, machine, activations)
     said["gradient_accumulation_steps"] = load.micros
     settings, specs, units = described(model.module, said)
     asked = settings.to_core(_core)
     while model.parameters / ranks / asked.chunk_elements > _CHUNKS_MOST:
         asked.chunk_elements *= 2
+    seconds = work if work is not None else work_of(model, specs, load, machine.flops_per_s)
     try:
-        plan = Plan.of(_core.plan(units, asked, ranks))
+        found = _core.simulate(units, asked, list(seconds), machine.rates(), ranks)
     except BudgetError as error:
         return Estimate(None, str(error), ranks, activations=activations)
-    seconds = work if work is not None else work_of(model, specs, load, machine.flops_per_s)
-    found = _core.simulate(units, asked, list(seconds), machine.rates(), ranks)
     return Estimate(
-        plan,
+        Plan.of(found["plan"]),
         "",
         ranks,
         load.tokens * load.micros * ranks,
