@@ -139,7 +139,6 @@ def speeds() -> list[dict[str, Any]]:
                 "ours_tflops": flops / found.step_s / ranks / 1e12,
                 "step_seconds": found.step_s,
                 "busiest": max(busy, key=lambda lane: busy[lane]),
-                "tiers": found.plan.as_dict()["states_nvme_bytes"] > 0,
             }
         rows.append(row)
     return rows

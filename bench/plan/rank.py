@@ -1,4 +1,4 @@
-"""One rank of a team of bench/plan/run.py, which is asked for one thing after the other.   rank.py THREADS"""
+"""One rank of a team of bench/plan/run.py, which is asked for one thing after the other.   rank.py THREADS RANKS"""
 
 import itertools
 import json
@@ -19,7 +19,6 @@ import overspill
 from overspill.estimate import measured
 from turns import serve
 
-gpt.SHAPES["reference"] = gpt.Shape(512, 8, 8)  # of run.py
 COUNTED = 3  # steps whose bytes are counted
 WARM = 2  # steps that are unlike others: nothing is traced in the first, and the disk has no states to read
 
@@ -29,16 +28,16 @@ def _meet() -> None:
         dist.barrier()
 
 
-def plain(size: str, micros: int) -> dict[str, Any]:
+def plain(shape: list[int], micros: int) -> dict[str, Any]:
     """Seconds of forward and backward of each micro-batch but the first, without an engine, all ranks at it."""
-    shape = gpt.SHAPES[size]
-    model = gpt.make(shape)
+    made = gpt.Shape(*shape)
+    model = gpt.make(made)
     forward, backward = [], []
     _meet()
     for number in range(micros):
         model.zero_grad()
         begin = time.perf_counter()
-        loss = model(gpt.batch(shape, number))
+        loss = model(gpt.batch(made, number))
         middle = time.perf_counter()
         loss.backward()
         forward.append(middle - begin)
@@ -57,17 +56,17 @@ def rates(placement: str, disk: str) -> dict[str, Any]:
     return times | {"plain_forward": forward, "plain_backward": backward}
 
 
-def train(size: str, config: dict[str, Any], steps: int) -> dict[str, Any]:
+def train(shape: list[int], config: dict[str, Any], steps: int) -> dict[str, Any]:
     """Seconds of each step; then bytes of a step. These are what more steps between two moments of rest move more than
     one: after a rest forward reads weights that it otherwise gets from an update."""
-    shape = gpt.SHAPES[size]
-    engine, *_ = overspill.initialize(gpt.make(shape), config)
+    made = gpt.Shape(*shape)
+    engine, *_ = overspill.initialize(gpt.make(made), config)
     micros, numbers = config.get("gradient_accumulation_steps", 1), itertools.count()
 
     def step() -> float:
         begin = time.perf_counter()
         for _ in range(micros):
-            engine.backward(engine(gpt.batch(shape, next(numbers))))
+            engine.backward(engine(gpt.batch(made, next(numbers))))
             engine.step()
         return time.perf_counter() - begin
 

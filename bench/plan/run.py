@@ -193,9 +193,10 @@ class Compared:
 
     def turn(self, team: Team, machine: Machine, disk: Path) -> None:
         config = config_of(self.case, self.model.parameters, disk)
-        before = team.ask(do="plain", size=self.case.size, micros=5)
-        answers = team.ask(do="train", size=self.case.size, config=config, steps=STEPS)
-        after = team.ask(do="plain", size=self.case.size, micros=5)
+        shape = gpt.SHAPES[self.case.size]
+        before = team.ask(do="plain", shape=shape, micros=5)
+        answers = team.ask(do="train", shape=shape, config=config, steps=STEPS)
+        after = team.ask(do="plain", shape=shape, micros=5)
         self.plain = [
             {part: statistics.median(a[part] + b[part]) for part in ("forward", "backward")}
             for a, b in zip(before, after, strict=True)
