@@ -50,7 +50,7 @@ def test_sizes_that_are_none(text):
         ),
         (
             {"budget": {"host": 1}, "engine": {"xyzzy": 1}},
-            "engine.xyzzy = 1: unknown key; valid keys here: checkpoints_kept",
+            "engine.xyzzy = 1: unknown key; valid keys here: bucket, checkpoints_kept",
         ),
         (
             {"budget": {"host": 1}, "engine": {"placement": "disk"}},
