@@ -6,7 +6,7 @@ cases. Before and after each case the model's own forward and backward in plain 
 as there are ranks. The estimate knows nothing else of the step. Ends with RESULT {json}.
 
     step_error_*  |estimated - measured| / measured, of the medians of all turns
-    bytes_error_max: the same of bytes: held in host memory, held on NVMe, read and written a step
+    bytes_error_max: the same of bytes, the mean of all turns: held in memory and on NVMe, read and written a step
 
     bench/plan/run.py [--quick]
 """
@@ -179,7 +179,7 @@ class Compared:
         self.model = model_of(case.size)
         self.estimated: list[float] = []
         self.measured: list[float] = []
-        self.errors: dict[str, float] = {}
+        self.errors: list[dict[str, float]] = []
         self.plain: list[dict[str, Any]] = []
 
     def estimate(self, machine: Machine, plain: list[dict[str, Any]], disk: Path) -> Estimate:
@@ -205,11 +205,11 @@ class Compared:
         measured = [max(steps) for steps in zip(*(a["steps"] for a in answers), strict=True)]
         self.estimated.append(found.step_s)
         self.measured += measured
-        self.errors = bytes_errors(found, answers)
+        self.errors.append(bytes_errors(found, answers))
         print(
             f"  {self.case.name:40} estimated {found.step_s:7.3f} s, measured {statistics.median(measured):7.3f}, "
             f"plain {self.plain[0]['forward'] + self.plain[0]['backward']:.3f}, bytes off "
-            + ", ".join(f"{key} {value:+.3f}" for key, value in self.errors.items()),
+            + ", ".join(f"{key} {value:+.3f}" for key, value in self.errors[-1].items()),
             flush=True,
         )
 
@@ -221,7 +221,10 @@ class Compared:
             "estimated_seconds": round(estimated, 3),
             "measured_seconds": round(measured, 3),
             "error": round((estimated - measured) / measured, 3),
-            "bytes_errors": {key: round(value, 4) for key, value in self.errors.items()},
+            "bytes_errors": {
+                key: round(statistics.fmean(errors[key] for errors in self.errors), 4)
+                for key in self.errors[0]
+            },
         }
 
 

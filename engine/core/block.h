@@ -16,7 +16,7 @@ struct Block {
   int32_t unit GUARDED_BY(engine_mutex) = -1;
   int32_t leases GUARDED_BY(engine_mutex) = 0;
   bool orphan GUARDED_BY(engine_mutex) = false;
-  int32_t pins GUARDED_BY(engine_mutex) = 0;          // its shard is being sent
+  int32_t pins GUARDED_BY(engine_mutex) = 0;          // its shard is being sent, or copied
   int32_t arriving GUARDED_BY(engine_mutex) = 0;      // chunks not yet in
   int64_t host_offset GUARDED_BY(engine_mutex) = -1;  // in the host arena; -1: none
   /// In the device arena; -1: the device uses the host memory.

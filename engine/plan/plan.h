@@ -33,6 +33,11 @@
 
 namespace overspill::engine {
 
+/// A unit whose update is pending gets room in the gather arena up to so many uses beyond prefetch_units,
+/// where the device uses the host's memory: the update then puts the new weights there, and nothing reads
+/// them from NVMe.
+inline constexpr int64_t kUsesWithUpdates = 64;
+
 /// What the planner has to know of a device.
 struct DeviceTraits {
   bool shares_host_memory = true;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "engine/plan/lanes.h"
+#include "engine/plan/update_jobs.h"
 
 namespace overspill::engine {
 namespace {
@@ -25,54 +26,6 @@ constexpr int64_t kDemand = 0;  // the caller waits for it
 constexpr int64_t kAhead = 1;   // of a use to come, or a gradient
 constexpr int64_t kDue = 2;     // the ring, for updates that forward waits for
 constexpr int64_t kLater = 3;   // the ring reads ahead, or writes behind
-
-/// Chunks of a unit that are treated alike, one after the other.
-struct Job {
-  int32_t unit = 0;
-  bool in_ring = false;
-  bool may_guess = false;
-  double elements = 0;
-  double read = 0;      // states, and weights that are not at home
-  double written = 0;   // the same
-  double gradient = 0;  // spilled
-};
-
-std::vector<Job> jobs_of(const Layout& layout, const Plan& plan, const Config& config, int64_t grain) {
-  std::vector<Job> jobs;
-  int64_t room = plan.second_weights;
-  int64_t taken = 0;
-  for (size_t c = 0; c < layout.chunks.size(); ++c) {
-    const Chunk& chunk = layout.chunks[c];
-    const Unit& unit = layout.units[chunk.unit];
-    if (!unit.trainable() || plan.on_device[chunk.unit]) continue;
-    const bool weights_away = plan.weights_on_nvme[chunk.unit];
-    Job job{.unit = chunk.unit, .elements = static_cast<double>(chunk.elements)};
-    if (weights_away) job.read += static_cast<double>(chunk.elements * unit.element_bytes);
-    if (plan.states_on_nvme[c]) job.read += static_cast<double>(unit.state_bytes(chunk.elements));
-    job.written = job.read;
-    if (plan.gradients_on_nvme[c])
-      job.gradient = static_cast<double>(chunk.elements *
-                                         gradient_element_bytes(unit.format, config.gradient_accumulation));
-    job.in_ring = job.read > 0 || job.gradient > 0;
-    // Where the weights are on NVMe too, the guess needs no second ones.
-    job.may_guess = config.speculate && layout.slices == 1 && may_guess(plan, static_cast<int32_t>(c)) &&
-                    (weights_away || plan.held_twice[c] || room-- > 0);
-    const bool joins = !jobs.empty() && taken % grain != 0 && jobs.back().unit == job.unit &&
-                       jobs.back().in_ring == job.in_ring && jobs.back().may_guess == job.may_guess;
-    if (!joins) {
-      taken = 1;
-      jobs.push_back(job);
-      continue;
-    }
-    ++taken;
-    Job& last = jobs.back();
-    last.elements += job.elements;
-    last.read += job.read;
-    last.written += job.written;
-    last.gradient += job.gradient;
-  }
-  return jobs;
-}
 
 enum class Access : uint8_t { in_place, gathered, once };  // once: a step, then in place (stages 1 and 2)
 enum class Weights : uint8_t { absent, coming, there };
@@ -142,7 +95,7 @@ class Schedule {
   Lanes lanes_;
   std::vector<Use> uses_;
   std::vector<UnitNow> units_;
-  std::vector<Job> jobs_;
+  std::vector<UpdateJob> jobs_;
   std::vector<JobNow> now_;
   std::deque<size_t> due_;    // for the ring, in forward order; then
   std::deque<size_t> guess_;  // these, latest first; then
@@ -300,9 +253,14 @@ void Schedule::collect(int32_t unit, int64_t urgency) {
 }
 
 void Schedule::fill_ahead() {
-  for (size_t i = 1; i <= static_cast<size_t>(config_.prefetch_units) && use_ + i < uses_.size(); ++i) {
+  const auto ahead = static_cast<size_t>(config_.prefetch_units);
+  const size_t end = ahead == 0 ? 0 : std::min(ahead + kUsesWithUpdates, uses_.size() - use_ - 1);
+  for (size_t i = 1; i <= end; ++i) {
     const Use& use = uses_[use_ + i];
-    if (use.needs_weights && !fill(use.unit, i, kAhead)) return;
+    const UnitNow& state = units_[use.unit];
+    if (!use.needs_weights || state.access == Access::in_place || state.weights != Weights::absent) continue;
+    if (i > ahead && (state.pending == 0 || !device_.shares_host_memory)) return;
+    if (!fill(use.unit, i, kAhead)) return;
   }
 }
 

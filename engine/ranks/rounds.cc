@@ -147,6 +147,7 @@ void Rounds::run() noexcept {
 
 void Rounds::round() {
   MutexLock lock(core_.mutex());
+  gatherer_.make_copies();
   while (change_waits_ > 0) core_.changed.wait(core_.mutex());
   if (!core_.failure.empty()) throw std::runtime_error(core_.cause);
   in_round_ = true;
@@ -156,6 +157,7 @@ void Rounds::round() {
   ranks_.communicator->all_gather(said_.bytes());
   agree(said_, agreement_);
   if (!agreement_.failure.empty()) throw CommunicatorError(agreement_.failure);
+  unpin_all_but(agreement_.gathers);
   if (agreement_.meet) {
     call->body();
   } else {
@@ -169,10 +171,16 @@ void Rounds::round() {
     gatherer_.prepare_to_serve(agreement_.due);
     updater_.pump();
   }
-  gatherer_.unpin();
+  gatherer_.unpin_all_but({});
   look_for_hanging_ranks();
   in_round_ = false;
   core_.changed.notify_all();
+}
+
+/// What is not sent now may make room while the rest is.
+void Rounds::unpin_all_but(std::span<const int32_t> units) {
+  const MutexLock guard(core_.mutex());
+  gatherer_.unpin_all_but(units);
 }
 
 /// Until there is something new to say, or the others may have.

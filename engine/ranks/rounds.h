@@ -86,6 +86,7 @@ class Rounds {
   void abort_model_ranks(const char* why) noexcept;
   void run() noexcept EXCLUDES(engine_mutex);
   void round() EXCLUDES(engine_mutex);
+  void unpin_all_but(std::span<const int32_t> units) EXCLUDES(engine_mutex);
   void rest() EXCLUDES(engine_mutex);
   void announce() REQUIRES(engine_mutex);
   Standing stand() const REQUIRES(engine_mutex);

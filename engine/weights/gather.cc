@@ -38,6 +38,7 @@ Gatherer::Gatherer(const Setup& setup, Core& core, Hardware& hardware, ModelStat
   if (core.store.exists() && host_memory_.bytes() > 0) core.store->register_memory(host_memory_.span());
   if (serve_memory_.bytes() > 0) core.store->register_memory(serve_memory_.span());
   copies_.reserve(model.chunks.size());
+  after_serve_.reserve(serve_fetches_.size());
   for (auto* fetches : {&fetches_, &serve_fetches_}) {
     for (size_t c = 0; c < fetches->size(); ++c) {
       Fetch& fetch = (*fetches)[c];
@@ -110,7 +111,7 @@ Block* Gatherer::acquire(int32_t unit) {
     make_copies();
     core_.wait(
         [&]() REQUIRES(engine_mutex) {
-          return state.gathered == Gathered::ready || state.gathered == Gathered::absent;
+          return state.gathered == Gathered::ready || state.gathered == Gathered::absent || !copies_.empty();
         },
         state.pending_chunks > 0 ? Cause::updates : Cause::reads, unit);
   }
@@ -197,10 +198,15 @@ void Gatherer::prefetch() {
 }
 
 void Gatherer::start_fills_ahead() {
-  if (setup_.config.prefetch_units == 0) return;
-  for (int32_t unit : trace_.upcoming(setup_.config.prefetch_units)) {
-    if (setup_.used_in_place(unit) || model_.units[unit].gathered != Gathered::absent) continue;
+  const int64_t ahead = setup_.config.prefetch_units;
+  if (ahead == 0) return;
+  int64_t place = 0;
+  for (int32_t unit : trace_.upcoming(ahead + kUsesWithUpdates)) {
+    const bool beyond = place++ >= ahead;
+    const UnitState& state = model_.units[unit];
+    if (setup_.used_in_place(unit) || state.gathered != Gathered::absent) continue;
     if (setup_.layout.units[unit].part_bytes > 0) continue;
+    if (beyond && (state.pending_chunks == 0 || !setup_.traits.shares_host_memory)) return;
     if (!start_fill(unit, Urgency::ahead)) return;
   }
 }
@@ -230,11 +236,19 @@ const std::byte* Gatherer::weights_in_memory(int32_t chunk) const {
   // What was never written is not in a staged slot either: its worker clears it there.
   const bool in_slot = (state.residency == Residency::staged && !state.extents[0].empty()) ||
                        (state.residency == Residency::writing && !state.writes_a_guess());
-  return in_slot ? state.staged_weights : nullptr;
+  return in_slot ? state.staged_weights : kept_for_others(chunk);
+}
+
+/// A chunk of the shard that was read to serve it to other ranks: a rank that is behind them needs it next.
+const std::byte* Gatherer::kept_for_others(int32_t chunk) const {
+  const bool kept = serve_.unit == setup_.layout.chunks[chunk].unit && serve_.arriving == 0;
+  return kept ? place_of(serve_, chunk) : nullptr;
 }
 
 void Gatherer::bring(Block& block, int32_t chunk, Urgency urgency) {
   const bool in_store = weights_in_memory(chunk) == nullptr && !model_.chunks[chunk].extents[0].empty();
+  if (in_store && &block != &serve_ && serve_.unit == block.unit && serve_.arriving > 0)
+    return after_serve_.push_back({&block, chunk, urgency});  // it is being read for other ranks
   if (in_store) return fetch(block, chunk, urgency);
   if (block.shard == nullptr) return arrived(block);  // it is filled from the weights' home in one copy
   copies_.push_back({&block, chunk, urgency});
@@ -251,7 +265,7 @@ void Gatherer::fetch(Block& block, int32_t chunk, Urgency urgency) {
   core_.store.submit(fetch.transfer);
 }
 
-/// Makes the copies that are due, on the thread of whoever calls.
+/// On the thread of whoever calls.
 void Gatherer::make_copies() {
   while (!copies_.empty()) {
     const Copy next = copies_.front();
@@ -274,7 +288,9 @@ bool Gatherer::copy_from_memory(int32_t chunk, int64_t begin, std::span<std::byt
   const std::byte* weights = weights_in_memory(chunk);
   if (weights == nullptr && !state.extents[0].empty()) return false;
   const bool from_slot = weights != nullptr && weights == state.staged_weights;
+  const bool from_serve = weights != nullptr && weights == kept_for_others(chunk);
   if (from_slot) slots_->lend(chunk);
+  if (from_serve) ++serve_.pins;
   {
     const Unlocked unlocked(core_.mutex());
     if (weights != nullptr) {
@@ -284,6 +300,7 @@ bool Gatherer::copy_from_memory(int32_t chunk, int64_t begin, std::span<std::byt
     }
   }
   if (from_slot) slots_->returned(chunk);
+  if (from_serve && --serve_.pins == 0) core_.changed.notify_all();
   return true;
 }
 
@@ -314,7 +331,11 @@ void Gatherer::deliver(int32_t chunk, const std::byte* weights) {
 
 void Gatherer::arrived(Block& block) {
   if (--block.arriving > 0) return;
-  if (&block == &serve_) return core_.changed.notify_all();
+  if (&block == &serve_) {
+    copies_.insert(copies_.end(), after_serve_.begin(), after_serve_.end());  // the rounds make them
+    after_serve_.clear();
+    return core_.changed.notify_all();
+  }
   UnitState& state = model_.units[block.unit];
   state.gathered = Gathered::local;
   const bool alone = setup_.layout.shards == 1;
@@ -375,6 +396,8 @@ void Gatherer::invalidate(std::span<const int32_t> units) {
   parts_.forget();
   if (serve_.unit >= 0) {
     core_.wait([&]() REQUIRES(engine_mutex) { return serve_.arriving == 0; }, Cause::reads);
+    make_copies();
+    core_.wait([&]() REQUIRES(engine_mutex) { return serve_.pins == 0; }, Cause::reads);
     serve_.unit = -1;
   }
   for (int32_t unit : units) {

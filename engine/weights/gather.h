@@ -92,11 +92,14 @@ class Gatherer {
   /// This rank's shard, up to date, in host memory, or in device memory if it lives there; null: it is not in
   /// memory.
   const std::byte* shard_in_memory(int32_t unit) const REQUIRES(engine_mutex);
-  /// The same; the memory stays until unpin().
+  /// The same; the memory stays until unpin_all_but().
   const std::byte* pin_shard(int32_t unit) REQUIRES(engine_mutex);
-  void unpin() REQUIRES(engine_mutex);
+  void unpin_all_but(std::span<const int32_t> units) REQUIRES(engine_mutex);
   /// Brings the shard into memory, for others who want it.
   void prepare_to_serve(int32_t unit) MAY_RELEASE(engine_mutex);
+  /// Makes the copies that are due, among them those of a shard that was read for others and is used here
+  /// too.
+  void make_copies() MAY_RELEASE(engine_mutex);
   /// Memory for all ranks' shards, with this rank's in its place; on the device where the shards meet there.
   std::byte* begin_collecting(int32_t unit) REQUIRES(engine_mutex);
   bool collects_on_device() const { return setup_.traits.gathers; }
@@ -136,7 +139,6 @@ class Gatherer {
   bool make_room(int32_t unit, Urgency urgency) REQUIRES(engine_mutex);
   void bring(Block& block, int32_t chunk, Urgency urgency) REQUIRES(engine_mutex);
   void fetch(Block& block, int32_t chunk, Urgency urgency) REQUIRES(engine_mutex);
-  void make_copies() MAY_RELEASE(engine_mutex);
   void make(const Copy& copy) MAY_RELEASE(engine_mutex);
   void arrived(Block& block) REQUIRES(engine_mutex);
   void to_device(Block& block) REQUIRES(engine_mutex);
@@ -159,6 +161,7 @@ class Gatherer {
   std::string leased_units() const REQUIRES(engine_mutex);
   bool filling_anything() const REQUIRES(engine_mutex);
   const std::byte* weights_in_memory(int32_t chunk) const REQUIRES(engine_mutex);
+  const std::byte* kept_for_others(int32_t chunk) const REQUIRES(engine_mutex);
   /// Where a chunk's weights belong in a block.
   std::byte* place_of(const Block& block, int32_t chunk) const REQUIRES(engine_mutex) {
     const Chunk& c = setup_.layout.chunks[chunk];
@@ -180,9 +183,10 @@ class Gatherer {
   std::unique_ptr<kernels::Stream> looks_ PT_GUARDED_BY(looking_);
   std::vector<std::unique_ptr<Block>> blocks_ GUARDED_BY(engine_mutex);
   std::vector<Block*> idle_blocks_ GUARDED_BY(engine_mutex);
-  std::vector<Fetch> fetches_ GUARDED_BY(engine_mutex);  // by chunk
-  std::vector<Copy> copies_ GUARDED_BY(engine_mutex);    // to be made, oldest first
-  int waiting_for_room_ GUARDED_BY(engine_mutex) = 0;    // callers
+  std::vector<Fetch> fetches_ GUARDED_BY(engine_mutex);     // by chunk
+  std::vector<Copy> copies_ GUARDED_BY(engine_mutex);       // to be made, oldest first
+  std::vector<Copy> after_serve_ GUARDED_BY(engine_mutex);  // to be made once serve_ has arrived
+  int waiting_for_room_ GUARDED_BY(engine_mutex) = 0;       // callers
   SlotOwner* slots_ = nullptr;
   LinkedMemory serve_memory_;
   Block serve_ GUARDED_BY(engine_mutex);  // a shard on its way to other ranks; unit -1: none

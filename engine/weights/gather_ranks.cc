@@ -1,4 +1,6 @@
 // Gathered units of several ranks (gather.h): what this rank serves to the others, and what comes from them.
+#include <algorithm>
+
 #include "engine/weights/gather.h"
 
 namespace overspill::engine {
@@ -47,9 +49,14 @@ const std::byte* Gatherer::pin_shard(int32_t unit) {
   return shard;
 }
 
-void Gatherer::unpin() {
-  for (Block* block : pinned_) --block->pins;
-  pinned_.clear();
+void Gatherer::unpin_all_but(std::span<const int32_t> units) {
+  const size_t pinned = pinned_.size();
+  std::erase_if(pinned_, [&](Block* block) REQUIRES(engine_mutex) {
+    if (std::find(units.begin(), units.end(), block->unit) != units.end()) return false;
+    --block->pins;
+    return true;
+  });
+  if (pinned_.size() < pinned) core_.changed.notify_all();  // there may be room now
 }
 
 void Gatherer::prepare_to_serve(int32_t unit) {
@@ -59,7 +66,7 @@ void Gatherer::prepare_to_serve(int32_t unit) {
     return;
   }
   if (setup_.lives_on_device(unit)) return;  // it is being updated where it is
-  const bool busy = serve_.unit >= 0 && serve_.arriving > 0;
+  const bool busy = serve_.unit >= 0 && (serve_.arriving > 0 || serve_.pins > 0);
   if (busy || state.gathered == Gathered::filling || shard_in_memory(unit) != nullptr) return;
   const Unit& layout = setup_.layout.units[unit];
   serve_ = Block{};

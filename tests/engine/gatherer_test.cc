@@ -234,6 +234,31 @@ TEST_F(GatheringAhead, WaitsForTheUpdateOfAChunk) {
   gatherer_.release(block, {});
 }
 
+/// Beyond prefetch_units (1 here): nobody has to read what the update has in memory.
+TEST_F(GatheringAhead, AUnitWhoseUpdateIsToComeGetsFreeRoomBeforeItsTurn) {
+  const MutexLock lock(owners_->core.mutex());
+  const engine::Unit& later = owners_->setup.layout.units[1];
+  owners_->model.units[1].pending_chunks = later.chunk_count;
+  for (int32_t c = later.first_chunk; c < later.first_chunk + later.chunk_count; ++c)
+    owners_->model.chunks[c].pending = true;
+  gatherer_.prefetch();
+  EXPECT_EQ(owners_->model.units[1].gathered, Gathered::filling);
+  EXPECT_EQ(owners_->model.units[2].gathered, Gathered::absent) << "no room, and no update is to come";
+  let_reads_end();
+  EXPECT_EQ(reads(), before_ + 2) << "of the unit that comes next";
+  for (int32_t c = later.first_chunk; c < later.first_chunk + later.chunk_count; ++c) {
+    const std::vector<std::byte> fresh(static_cast<size_t>(owners_->setup.component_bytes(c, Component::hi)),
+                                       value_of(c));
+    gatherer_.deliver(c, fresh.data());
+  }
+  owners_->model.units[1].pending_chunks = 0;
+  pass(0);
+  EXPECT_TRUE(gatherer_.ready(1));
+  Block* const block = acquire(1);
+  expect_weights_of(1, *block);
+  gatherer_.release(block, {});
+}
+
 /// Who waits for a unit gets it, though another wants the room before the first has woken up.
 TEST_F(GatheringAhead, GivesUpNoUnitThatACallerWaitsFor) {
   const MutexLock lock(owners_->core.mutex());

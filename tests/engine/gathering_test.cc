@@ -3,6 +3,7 @@
 // divergence_test.cc, device_compute_test.cc.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <mutex>
@@ -318,6 +319,53 @@ TEST(GatheringOnADevice, SendsWeightsWhileStatesBesideThemAreWritten) {
     engine->close();
   });
   for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+/// When rank 1 uses a unit: before rank 0 asks for it, while rank 1 reads its shard for rank 0, or once rank
+/// 0 has it.
+enum class When : uint8_t { before, meanwhile, after };
+
+/// Bytes that rank 1 reads until it has used the unit.
+int64_t read_by_rank_1(When when) {
+  std::atomic<int> counted = 0;
+  std::atomic<bool> asks = false;
+  std::array<std::atomic<bool>, 2> has_it{};
+  int64_t read = 0;
+  const auto errors = on_ranks(2, [&](int rank, std::unique_ptr<engine::Communicator> ranks) {
+    const auto delay = std::chrono::milliseconds(when == When::meanwhile ? 60 : 0);
+    const RankOptions options{.placement = Placement::nvme, .prefetch_units = 0, .store_delay = delay};
+    const auto engine = toy_rank(options, std::move(ranks));
+    toy_load(*engine);
+    engine->begin_pass({false, false});
+    engine->synchronize();
+    const int64_t before = engine->stats().store.bytes_read;
+    ++counted;
+    while (counted < 2) std::this_thread::yield();
+    const std::atomic<bool>* const awaited = rank == 0 ? (when == When::before ? &has_it[1] : nullptr)
+                                             : when == When::after     ? &has_it[0]
+                                             : when == When::meanwhile ? &asks
+                                                                       : nullptr;
+    while (awaited != nullptr && !*awaited) std::this_thread::yield();
+    if (rank == 0) asks = true;
+    // Rank 0 reads its own shard first, and asks for the others then.
+    if (rank == 1 && when == When::meanwhile) std::this_thread::sleep_for(delay + delay / 2);
+    {
+      const Sets told(has_it[static_cast<size_t>(rank)]);  // also where acquire() throws
+      (void)engine->acquire(1);
+    }
+    if (rank == 1) read = engine->stats().store.bytes_read - before;
+    while (!has_it[0]) std::this_thread::yield();
+    engine->close();
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+  return read;
+}
+
+TEST(Gathering, ReadsOnceWhatAnotherRankWantsFirst) {
+  const int64_t once = read_by_rank_1(When::before);
+  EXPECT_GT(once, 0);
+  EXPECT_EQ(read_by_rank_1(When::meanwhile), once);
+  EXPECT_EQ(read_by_rank_1(When::after), once);
 }
 
 TEST(GatheringOnADevice, WaitsForNobodysQueue) {

@@ -51,10 +51,12 @@ std::unique_ptr<engine::Engine> model_rank(const std::vector<engine::UnitSpec>& 
   }
   if (traffic != nullptr) ranks = count_traffic(std::move(ranks), std::move(traffic));
   engine::Resources resources = make_resources(units, config, kinds, std::move(ranks));
-  if (options.write_error > 0 || options.store_bytes != RankOptions().store_bytes) {
+  if (options.write_error > 0 || options.store_delay.count() > 0 ||
+      options.store_bytes != RankOptions().store_bytes) {
     io::Faults faults;
     faults.seed = kinds.seed;
     faults.write_error = options.write_error;
+    faults.delay_min = faults.delay_max = options.store_delay;
     resources.store = io::make_memory_store(options.store_bytes, faults, 65536);
   }
   return std::make_unique<engine::Engine>(units, config, std::move(resources));

@@ -1,6 +1,7 @@
 // Engines of several ranks in one process, a thread each.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -30,9 +31,10 @@ struct RankOptions {
   bool speculate = false;
   bool library_sums = false;
   bool sum_over_ranks = false;
-  bool poison = true;              // waits for a device where memory is given up
-  double write_error = 0;          // of the store: how often
-  int64_t store_bytes = 64 << 20;  // of a store with errors, or with another size than this
+  bool poison = true;                        // waits for a device where memory is given up
+  double write_error = 0;                    // of the store: how often
+  std::chrono::milliseconds store_delay{0};  // of each transfer
+  int64_t store_bytes = 64 << 20;            // of a store with errors, or with another size than this
   std::string job = "ranks";
   ToyKind kind = {};
 };
@@ -47,6 +49,18 @@ std::unique_ptr<engine::Engine> model_rank(const std::vector<engine::UnitSpec>& 
 std::unique_ptr<engine::Engine> toy_rank(const RankOptions& options,
                                          std::unique_ptr<engine::Communicator> ranks,
                                          std::shared_ptr<engine::Traffic> traffic = nullptr);
+
+/// Sets a flag at its end.
+class Sets {
+ public:
+  explicit Sets(std::atomic<bool>& flag) : flag_(flag) {}
+  ~Sets() { flag_ = true; }
+  Sets(const Sets&) = delete;
+  Sets& operator=(const Sets&) = delete;
+
+ private:
+  std::atomic<bool>& flag_;
+};
 
 /// Runs body(rank, communicator) on a thread a rank. Returns what each threw, "" for nothing.
 std::vector<std::string> on_ranks(int world,

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "engine/base/engine_failed.h"
+#include "tests/engine/around.h"
 #include "tests/engine/parts.h"
 #include "tests/engine/rank_world.h"
 
@@ -28,7 +29,9 @@ using engine::Rounds;
 
 /// What the rounds of one rank move, and the rounds.
 struct Rank {
-  explicit Rank(std::unique_ptr<engine::Communicator> transport) : o(make(std::move(transport))) {
+  explicit Rank(std::unique_ptr<engine::Communicator> transport,
+                engine::Placement placement = engine::Placement::host)
+      : o(make(std::move(transport), placement)) {
     rounds.start();
   }
   ~Rank() {
@@ -38,9 +41,10 @@ struct Rank {
   Rank(const Rank&) = delete;
   Rank& operator=(const Rank&) = delete;
 
-  static std::unique_ptr<Owners> make(std::unique_ptr<engine::Communicator> transport) {
+  static std::unique_ptr<Owners> make(std::unique_ptr<engine::Communicator> transport,
+                                      engine::Placement placement) {
     OwnersOptions options;
-    options.config.placement = engine::Placement::host;
+    options.config.placement = placement;
     options.time = nullptr;
     options.ranks = std::move(transport);
     return make_owners(std::move(options));
@@ -80,18 +84,6 @@ struct Rank {
   engine::Updater updater{o->setup, o->core, o->hardware, o->model, o->demand, gatherer, snapshot};
   Gradients gradients{o->setup, o->core, o->hardware, o->model, o->ranks, device_units, squares};
   Rounds rounds{o->setup, o->core, o->ranks, o->demand, gatherer, updater, gradients};
-};
-
-/// Sets a flag at its end.
-class Sets {
- public:
-  explicit Sets(std::atomic<bool>& flag) : flag_(flag) {}
-  ~Sets() { flag_ = true; }
-  Sets(const Sets&) = delete;
-  Sets& operator=(const Sets&) = delete;
-
- private:
-  std::atomic<bool>& flag_;
 };
 
 std::vector<std::string> on_two_ranks(const std::function<void(Rank&)>& body) {
@@ -153,6 +145,49 @@ TEST(RoundsAlone, ServeARankWhoseCallerAsksAlone) {
     }
     rank.rounds.meet(Meeting::look, 1, [] {});
   }));
+}
+
+/// Calls a function in each exchange of weights.
+class Sees final : public Around {
+ public:
+  Sees(std::unique_ptr<engine::Communicator> inner, const std::function<void()>& in_exchange)
+      : Around(std::move(inner)), in_exchange_(in_exchange) {}
+  void exchange(std::span<const std::span<const std::byte>> send,
+                std::span<const std::span<std::byte>> receive) override {
+    in_exchange_();
+    Around::exchange(send, receive);
+  }
+
+ private:
+  const std::function<void()>& in_exchange_;
+};
+
+/// What a rank announced that it could send, and is not asked for, makes room while the rest is sent.
+TEST(RoundsAlone, HoldOnlyWhatIsSent) {
+  const auto errors = on_ranks(2, [](int, std::unique_ptr<engine::Communicator> transport) {
+    Rank* watched = nullptr;
+    std::atomic<bool> has_the_first = false;
+    std::atomic<int> pins = -1;
+    const std::function<void()> look = [&] {
+      if (!has_the_first) return;
+      const MutexLock lock(watched->o->core.mutex());
+      const engine::Block* const block = watched->o->model.units[0].block;
+      pins = block != nullptr ? block->pins : 0;
+    };
+    Rank rank(std::make_unique<Sees>(std::move(transport), look),
+              engine::Placement::nvme);  // never written: zeros
+    watched = &rank;
+    rank.rounds.meet(Meeting::write, 1, [] {});
+    {
+      const MutexLock lock(rank.o->core.mutex());
+      rank.gatherer.release(rank.gatherer.acquire(0), {});
+      has_the_first = true;
+      rank.gatherer.release(rank.gatherer.acquire(1), {});
+    }
+    EXPECT_EQ(pins, 0) << "-1: nothing was exchanged";
+    rank.rounds.meet(Meeting::look, 1, [] {});
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
 
 /// Gradients of different ranks meet in one sum, in the shard of whoever owns it; a rank that has none of a

@@ -161,15 +161,28 @@ TEST(Simulate, RanksThatSumOnTheirDevicesSendTheirPartDown) {
 
 TEST(Simulate, ATableThatIsLookedUpIsNotReadInBackward) {
   Config config = simulated_config(Placement::nvme);
-  // Neither the arena keeps the unit from forward to backward, nor the ring has read it ahead.
+  // The arena does not keep the unit from forward to backward, and the ring has not read it ahead.
   config.prefetch_units = 1;
   config.chunk_elements = 1 << 15;
-  constexpr size_t kTable = 2;
+  constexpr size_t kTable = 1;
   std::vector<UnitWork> work = even_work(1, 2);
   const double all = simulated_bytes(simulated(config, work, even_rates()), Lane::read);
   work[kTable].in_backward = false;
   const double fewer = simulated_bytes(simulated(config, work, even_rates()), Lane::read);
   EXPECT_NEAR(all - fewer, 2.0 * kElements, 1);
+}
+
+/// Compute is so slow that all updates end long before forward gets there. The arena has room for all units.
+TEST(Simulate, WeightsComeFromTheUpdateWhereTheArenaHasRoomForThem) {
+  Config config = simulated_config(Placement::nvme);
+  config.chunk_elements = 1 << 14;  // the ring holds a sixth of the model
+  config.prefetch_units = 4;        // so the arena holds them all
+  const SimulatedStep step = simulated(config, even_work(100, 200), even_rates());
+  const double states_and_weights = simulated_bytes(step, Lane::write);
+  EXPECT_NEAR(simulated_bytes(step, Lane::read), states_and_weights, 1);
+  config.prefetch_units = 0;  // each use reads its unit
+  const SimulatedStep none = simulated(config, even_work(100, 200), even_rates());
+  EXPECT_GT(simulated_bytes(none, Lane::read), states_and_weights + 2 * kAll);
 }
 
 TEST(Simulate, EachElementIsUpdatedOnceAStepWhereverItLies) {
