@@ -67,8 +67,9 @@ def reference() -> str:
 def _sections(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     definitions = schema["$defs"]
     for key, value in schema["properties"].items():
-        if "$ref" in value:
-            yield f"`{key}`", definitions[_name(value)]
+        for given in (value, *value.get("anyOf", ())):
+            if "$ref" in given:
+                yield f"`{key}`", definitions[_name(given)]
         for each in value.get("oneOf", ()):
             yield f"`{key}`, type {_name(each)}", definitions[_name(each)]
 
@@ -103,7 +104,10 @@ def _kind(value: dict[str, Any]) -> str:
         return " or ".join(f"`{json.dumps(each)}`" for each in value.get("enum", [value.get("const")]))
     if value["type"] == "array":
         inner = value.get("items") or value["prefixItems"][0]
-        return f"a list of {len(value.get('prefixItems', [])) or ''} {_kind(inner)}".replace("  ", " ")
+        plural = {"number": "numbers", "integer": "integers", "text": "texts"}
+        what, _, bounds = _kind(inner).partition(" ")
+        count = len(value.get("prefixItems", []))
+        return " ".join(filter(None, ["a list of", str(count or ""), plural.get(what, what), bounds]))
     names = {"integer": "integer", "number": "number", "string": "text", "boolean": "`true` or `false`"}
     bounds = [f"{sign} {value[bound]:g}" for bound, sign in _SIGNS.items() if bound in value]
     return " ".join([names.get(value["type"], value["type"]), ", ".join(bounds)]).strip()

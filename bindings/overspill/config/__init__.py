@@ -76,8 +76,9 @@ class Budget(Section):
     process: Bytes | None = None
     """What the process may take of host memory in all: `host`, activations, gradients on their way, torch and Python.
     Where forward would take more, it raises a BudgetError, which says what would do
-    (docs/activations.md#the-whole-process). Without `host`, that is half of what this leaves beside what the process
-    has when the configuration is read. Only where the CPU computes. null: nobody looks."""
+    (docs/activations.md#the-whole-process). If `host` is not given, the engine takes half of what remains of `process`
+    after what the process already holds when it reads the configuration. Only where the CPU computes. null: the engine
+    does not limit the process."""
     host: Bytes = Field(default_factory=_measured)
     """Host memory of this rank: what the engine holds there, the arena of `activations` included. Other activations and
     torch's own memory come on top. Where it is missing: half of what is free when the configuration is read, divided by
@@ -100,8 +101,8 @@ class Budget(Section):
     weight has to fit into `host` whole (docs/large-models.md#a-weight-larger-than-memory). Sums are then in another
     order. Only on one rank, and where the CPU computes. null: weights are whole."""
     endurance_tbw: Float | None = Field(None, ge=0)
-    """Terabytes that each of their drives is rated to be written, from its data sheet. Only reports use it. null: what
-    the drive tells."""
+    """Terabytes (TBW) that may be written to each drive below `nvme`, from its data sheet. Only reports use it. null:
+    what the drive tells."""
 
     @model_validator(mode="before")
     @classmethod
@@ -161,7 +162,8 @@ class Frozen(Section):
     """How weights that do not train are held."""
 
     format: Literal["nf4", "int8"] | None = None
-    """Of linear layers: in 4 or 8 bits with a scale for each 64, as QLoRA's base (docs/peft.md). null: as they are."""
+    """The format of frozen linear layers: 4 or 8 bits, with one scale for each 64 numbers, as in QLoRA (docs/peft.md).
+    null: they stay as they are."""
 
 
 class LossScaling(Section):
@@ -186,26 +188,28 @@ class LossScaling(Section):
 
 
 class EngineOptions(Section):
-    """How the engine works. Except for `compile`, nothing here changes a result. Upper bounds are far above any use,
-    and below what the core's integers hold."""
+    """How the engine works. Only `compile` and `device` change a result: torch adds in another order in compiled code
+    and on a GPU. Upper bounds are far above any use, and below what the core's integers hold."""
 
     threads: Int = Field(0, ge=0, le=2**16)
-    """Of updates, beside torch's own. 0: all cores."""
+    """How many threads the engine uses for updates. Torch's own threads come on top. 0: one for each core, or two fewer
+    beside a GPU."""
     prefetch_units: Int = Field(4, ge=0, lt=2**31)
-    """How many units are read ahead of the one that computes."""
+    """How many units (mostly: layers) are read ahead of the one that computes."""
     speculate: bool = False
     """Updates run in backward, before the norm is known: for runs that seldom clip. A wrong guess costs time and wear,
     never a bit."""
     chunk_elements: Int = Field(524288, gt=0, le=2**40)
     """Numbers in the piece in which states are moved and updated. The same on all ranks."""
     placement: Literal["auto", "host", "half", "nvme", "device"] = "auto"
-    """Where weights and states live. "auto": as budgets allow; the others force one tier, and "half" two in turn."""
+    """Where weights and states live. "auto": the planner chooses, within the budgets. "host", "nvme" and "device" force
+    that tier; "half" puts the parts alternately into host memory and on NVMe."""
     device: str = "auto"
     """Where the model computes. "auto": a GPU where there is one; "host" (or "cpu"); "cuda", "cuda:1" and so on."""
     recompute: Literal["none", "blocks", "auto"] = "none"
     """"blocks": of the model's repeated modules the engine keeps only the inputs, and backward computes the rest again,
-    to the same bits (docs/activations.md). "auto", on one rank: so many blocks that a step is the shortest; what the
-    others save moves, by budget.activations. The same on all ranks."""
+    to the same bits (docs/activations.md). "auto" (one rank only): the planner recomputes as many blocks as make the
+    step shortest, and the activations of the others move to NVMe within budget.activations. The same on all ranks."""
     partition_activations: bool = False
     """Backward computes blocks again from their inputs (`recompute`). Where all ranks of the model group have the same
     input, each rank keeps one slice of it, and the ranks exchange slices before the block is computed again
@@ -215,7 +219,7 @@ class EngineOptions(Section):
     """The engine has torch.compile compile the model's repeated modules, once for all that are alike (docs/compile.md).
     Compiled code adds in another order, so losses differ in the last bits."""
     checkpoints_kept: Int = Field(1, ge=0, le=10**6)
-    """For so many checkpoints the engine reserves room on the disks at its start."""
+    """The number of checkpoints for which the engine reserves disk space at its start."""
     train_after_save: bool = True
     """false: the engine reserves room for one copy of the states only, and makes no step after a save."""
     io_backend: Literal["auto", "io_uring", "threads"] = "auto"
@@ -258,16 +262,18 @@ class Config(Section):
     """How bf16 weights and their states are held (docs/update.md); fp32 and fp16 weights have fp32 states, and fp16
     weights fp32 masters. null: "exact"."""
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
-    """To which `initialize` converts the weights before it takes them; buffers stay as they are. null: none is
-    converted."""
+    """The dtype to which `initialize` converts the weights before it takes them; buffers stay as they are. null: none
+    is converted."""
     loss_scaling: LossScaling = LossScaling()
     """Whether and how the engine scales losses, so that small gradients do not become zero in fp16."""
     frozen: Frozen = Frozen()
     """Weights that do not train, such as the base of adapters."""
     scheduler: Scheduler | None = None
-    """Of the learning rate. Not used where `initialize` is given one."""
+    """The schedule of the learning rate: an object with the keys below. null: the rate stays as it is. The engine
+    ignores this key when the script gives `initialize` a scheduler."""
     seed: Int = Field(0, ge=0, lt=2**63)
-    """Of stochastic rounding, in "compact" and "8bit", and of the order of `training_data` over several ranks."""
+    """The seed of stochastic rounding (formats "compact" and "8bit"), and of the order of `training_data` over several
+    ranks."""
     gradient_accumulation_steps: Int = Field(1, ge=1, lt=2**31)
     """Micro-batches of a step; `engine.backward` divides the loss by it."""
     managed_gradient_accumulation: bool = True
