@@ -259,7 +259,9 @@ void Schedule::fill_ahead() {
     const Use& use = uses_[use_ + i];
     const UnitNow& state = units_[use.unit];
     if (!use.needs_weights || state.access == Access::in_place || state.weights != Weights::absent) continue;
-    if (i > ahead && (state.pending == 0 || !device_.shares_host_memory)) return;
+    const bool beside_update =
+        state.pending > 0 && plan_.weights_on_nvme[use.unit] && device_.shares_host_memory;
+    if (i > ahead && !beside_update) return;
     if (!fill(use.unit, i, kAhead)) return;
   }
 }

@@ -147,7 +147,7 @@ void Rounds::run() noexcept {
 
 void Rounds::round() {
   MutexLock lock(core_.mutex());
-  gatherer_.make_copies();
+  gatherer_.copy_served();
   while (change_waits_ > 0) core_.changed.wait(core_.mutex());
   if (!core_.failure.empty()) throw std::runtime_error(core_.cause);
   in_round_ = true;

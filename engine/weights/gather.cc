@@ -101,7 +101,10 @@ Block* Gatherer::acquire(int32_t unit) {
       }
       const WaitingForRoom waiting(*this);
       core_.wait(
-          [&]() REQUIRES(engine_mutex) { return state.gathered != Gathered::absent || !filling_anything(); },
+          [&]() REQUIRES(engine_mutex) {
+            const bool room = setup_.traits.shares_host_memory && victim_for(unit, Urgency::demanded) >= 0;
+            return room || state.gathered != Gathered::absent || !filling_anything();
+          },
           Cause::room, unit);
       continue;
     }
@@ -111,7 +114,8 @@ Block* Gatherer::acquire(int32_t unit) {
     make_copies();
     core_.wait(
         [&]() REQUIRES(engine_mutex) {
-          return state.gathered == Gathered::ready || state.gathered == Gathered::absent || !copies_.empty();
+          const bool served = serve_.arriving == 0 && !after_serve_.empty();
+          return state.gathered == Gathered::ready || state.gathered == Gathered::absent || served;
         },
         state.pending_chunks > 0 ? Cause::updates : Cause::reads, unit);
   }
@@ -206,9 +210,15 @@ void Gatherer::start_fills_ahead() {
     const UnitState& state = model_.units[unit];
     if (setup_.used_in_place(unit) || state.gathered != Gathered::absent) continue;
     if (setup_.layout.units[unit].part_bytes > 0) continue;
-    if (beyond && (state.pending_chunks == 0 || !setup_.traits.shares_host_memory)) return;
+    if (beyond && !waits_for_update_to_nvme(unit)) return;
     if (!start_fill(unit, Urgency::ahead)) return;
   }
+}
+
+/// Its weights would have to be read after the update has written them.
+bool Gatherer::waits_for_update_to_nvme(int32_t unit) const {
+  return model_.units[unit].pending_chunks > 0 && setup_.plan.weights_on_nvme[unit] &&
+         setup_.traits.shares_host_memory;
 }
 
 /// make_copies() follows.
@@ -265,13 +275,20 @@ void Gatherer::fetch(Block& block, int32_t chunk, Urgency urgency) {
   core_.store.submit(fetch.transfer);
 }
 
-/// On the thread of whoever calls.
+/// Makes the copies that are due, on the thread of whoever calls.
 void Gatherer::make_copies() {
-  while (!copies_.empty()) {
-    const Copy next = copies_.front();
-    copies_.erase(copies_.begin());
-    make(next);
-  }
+  while (!copies_.empty()) make_next(copies_);
+  copy_served();
+}
+
+void Gatherer::copy_served() {
+  while (serve_.arriving == 0 && !after_serve_.empty()) make_next(after_serve_);
+}
+
+void Gatherer::make_next(std::vector<Copy>& copies) {
+  const Copy next = copies.front();
+  copies.erase(copies.begin());
+  make(next);
 }
 
 /// The block stays since it is being filled, the weights' home since whoever changes it invalidates the block
@@ -331,11 +348,7 @@ void Gatherer::deliver(int32_t chunk, const std::byte* weights) {
 
 void Gatherer::arrived(Block& block) {
   if (--block.arriving > 0) return;
-  if (&block == &serve_) {
-    copies_.insert(copies_.end(), after_serve_.begin(), after_serve_.end());  // the rounds make them
-    after_serve_.clear();
-    return core_.changed.notify_all();
-  }
+  if (&block == &serve_) return core_.changed.notify_all();
   UnitState& state = model_.units[block.unit];
   state.gathered = Gathered::local;
   const bool alone = setup_.layout.shards == 1;

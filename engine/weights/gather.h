@@ -97,9 +97,8 @@ class Gatherer {
   void unpin_all_but(std::span<const int32_t> units) REQUIRES(engine_mutex);
   /// Brings the shard into memory, for others who want it.
   void prepare_to_serve(int32_t unit) MAY_RELEASE(engine_mutex);
-  /// Makes the copies that are due, among them those of a shard that was read for others and is used here
-  /// too.
-  void make_copies() MAY_RELEASE(engine_mutex);
+  /// Copies what was read for others to the block of a unit that is used here too.
+  void copy_served() MAY_RELEASE(engine_mutex);
   /// Memory for all ranks' shards, with this rank's in its place; on the device where the shards meet there.
   std::byte* begin_collecting(int32_t unit) REQUIRES(engine_mutex);
   bool collects_on_device() const { return setup_.traits.gathers; }
@@ -134,11 +133,15 @@ class Gatherer {
   class WaitingForRoom;
 
   bool start_fill(int32_t unit, Urgency urgency) REQUIRES(engine_mutex);
+  bool waits_for_update_to_nvme(int32_t unit) const REQUIRES(engine_mutex);
   Block* take_block(int32_t unit, Urgency urgency) REQUIRES(engine_mutex);
   void start_fills_ahead() REQUIRES(engine_mutex);
+  int32_t victim_for(int32_t unit, Urgency urgency) const REQUIRES(engine_mutex);
   bool make_room(int32_t unit, Urgency urgency) REQUIRES(engine_mutex);
   void bring(Block& block, int32_t chunk, Urgency urgency) REQUIRES(engine_mutex);
   void fetch(Block& block, int32_t chunk, Urgency urgency) REQUIRES(engine_mutex);
+  void make_copies() MAY_RELEASE(engine_mutex);
+  void make_next(std::vector<Copy>& copies) MAY_RELEASE(engine_mutex);
   void make(const Copy& copy) MAY_RELEASE(engine_mutex);
   void arrived(Block& block) REQUIRES(engine_mutex);
   void to_device(Block& block) REQUIRES(engine_mutex);
@@ -185,7 +188,7 @@ class Gatherer {
   std::vector<Block*> idle_blocks_ GUARDED_BY(engine_mutex);
   std::vector<Fetch> fetches_ GUARDED_BY(engine_mutex);     // by chunk
   std::vector<Copy> copies_ GUARDED_BY(engine_mutex);       // to be made, oldest first
-  std::vector<Copy> after_serve_ GUARDED_BY(engine_mutex);  // to be made once serve_ has arrived
+  std::vector<Copy> after_serve_ GUARDED_BY(engine_mutex);  // to be made from serve_, once that has arrived
   int waiting_for_room_ GUARDED_BY(engine_mutex) = 0;       // callers
   SlotOwner* slots_ = nullptr;
   LinkedMemory serve_memory_;

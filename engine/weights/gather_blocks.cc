@@ -52,9 +52,8 @@ Block* Gatherer::take_block(int32_t unit, Urgency urgency) {
   return block;
 }
 
-/// Gives up the ready, unleased unit that is needed last, unless (ahead) it is needed sooner than `unit`. Not
-/// where it is still being copied to the device: who demands waits for that and asks again.
-bool Gatherer::make_room(int32_t unit, Urgency urgency) {
+/// The ready, unleased unit that is needed last, unless (ahead) it is needed sooner than `unit`; -1: none.
+int32_t Gatherer::victim_for(int32_t unit, Urgency urgency) const {
   int32_t victim = -1;
   int64_t farthest = urgency == Urgency::demanded ? -1 : trace_.next_use(unit);
   for (const auto& block : blocks_) {
@@ -67,6 +66,13 @@ bool Gatherer::make_room(int32_t unit, Urgency urgency) {
     farthest = use;
     victim = block->unit;
   }
+  return victim;
+}
+
+/// Gives a unit up. Not where it is still being copied to the device: who demands waits for that and asks
+/// again.
+bool Gatherer::make_room(int32_t unit, Urgency urgency) {
+  const int32_t victim = victim_for(unit, urgency);
   if (victim < 0) return false;
   Block& block = *model_.units[victim].block;
   if (keeps_bounce(block) && !block.copied.done()) return false;

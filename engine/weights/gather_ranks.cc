@@ -66,7 +66,7 @@ void Gatherer::prepare_to_serve(int32_t unit) {
     return;
   }
   if (setup_.lives_on_device(unit)) return;  // it is being updated where it is
-  const bool busy = serve_.unit >= 0 && (serve_.arriving > 0 || serve_.pins > 0);
+  const bool busy = serve_.unit >= 0 && (serve_.arriving > 0 || serve_.pins > 0 || !after_serve_.empty());
   if (busy || state.gathered == Gathered::filling || shard_in_memory(unit) != nullptr) return;
   const Unit& layout = setup_.layout.units[unit];
   serve_ = Block{};

@@ -4,9 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "engine/base/engine_failed.h"
@@ -39,8 +42,9 @@ std::vector<engine::UnitSpec> equal_units() {
 /// Units of one size, on NVMe, and room for two of them.
 class Gathering : public ::testing::Test {
  protected:
-  explicit Gathering(int64_t units_ahead = 0)
-      : owners_(make(units_ahead)),
+  explicit Gathering(int64_t units_ahead = 0,
+                     std::shared_ptr<io::VirtualTime> time = std::make_shared<io::VirtualTime>())
+      : owners_(make(units_ahead, std::move(time))),
         gatherer_(owners_->setup, owners_->core, owners_->hardware, owners_->model, owners_->demand) {
     for (int32_t chunk = 0; chunk < std::ssize(owners_->model.chunks); ++chunk) {
       io::AlignedMemory bytes(owners_->setup.component_bytes(chunk, Component::hi));
@@ -51,8 +55,9 @@ class Gathering : public ::testing::Test {
 
   ~Gathering() override { owners_->core.store->drain(); }  // into the gatherer's memory
 
-  static std::unique_ptr<Owners> make(int64_t units_ahead) {
+  static std::unique_ptr<Owners> make(int64_t units_ahead, std::shared_ptr<io::VirtualTime> time) {
     OwnersOptions options;
+    options.time = std::move(time);
     options.units = equal_units();
     options.config.prefetch_units = units_ahead;
     options.change_plan = [](engine::Plan& plan) { plan.gather_host_bytes = 2 * kUnitBytes; };
@@ -183,7 +188,8 @@ TEST_F(Gathering, AReadThatFailsFailsTheEngineAndNamesTheUnit) {
 /// One unit ahead of the trace.
 class GatheringAhead : public Gathering {
  protected:
-  GatheringAhead() : Gathering(1) {
+  explicit GatheringAhead(std::shared_ptr<io::VirtualTime> time = std::make_shared<io::VirtualTime>())
+      : Gathering(1, std::move(time)) {
     const MutexLock lock(owners_->core.mutex());
     gatherer_.trace().begin({true, true});
     for (int32_t unit = 0; unit < kUnits; ++unit) pass(unit);
@@ -197,7 +203,28 @@ class GatheringAhead : public Gathering {
     let_transfers_end(*owners_);
   }
 
+  /// From now on the update of the unit is to come.
+  void expect_update(int32_t unit) REQUIRES(engine::engine_mutex) { set_pending(unit, true); }
+  /// The update of the unit puts weights into its block.
+  void update(int32_t unit) REQUIRES(engine::engine_mutex) {
+    const engine::Unit& layout = owners_->setup.layout.units[unit];
+    for (int32_t c = layout.first_chunk; c < layout.first_chunk + layout.chunk_count; ++c) {
+      const std::vector<std::byte> fresh(
+          static_cast<size_t>(owners_->setup.component_bytes(c, Component::hi)), value_of(c));
+      gatherer_.deliver(c, fresh.data());
+    }
+    set_pending(unit, false);
+  }
+
   int64_t before_ = 0;
+
+ private:
+  void set_pending(int32_t unit, bool pending) REQUIRES(engine::engine_mutex) {
+    const engine::Unit& layout = owners_->setup.layout.units[unit];
+    owners_->model.units[unit].pending_chunks = pending ? layout.chunk_count : 0;
+    for (int32_t c = layout.first_chunk; c < layout.first_chunk + layout.chunk_count; ++c)
+      owners_->model.chunks[c].pending = pending;
+  }
 };
 
 TEST_F(GatheringAhead, ReadsTheUnitThatComesNext) {
@@ -235,28 +262,51 @@ TEST_F(GatheringAhead, WaitsForTheUpdateOfAChunk) {
 }
 
 /// Beyond prefetch_units (1 here): nobody has to read what the update has in memory.
-TEST_F(GatheringAhead, AUnitWhoseUpdateIsToComeGetsFreeRoomBeforeItsTurn) {
+TEST_F(GatheringAhead, AUnitWhoseUpdateIsToComeGetsRoomBeforeItsTurn) {
   const MutexLock lock(owners_->core.mutex());
-  const engine::Unit& later = owners_->setup.layout.units[1];
-  owners_->model.units[1].pending_chunks = later.chunk_count;
-  for (int32_t c = later.first_chunk; c < later.first_chunk + later.chunk_count; ++c)
-    owners_->model.chunks[c].pending = true;
+  expect_update(1);
   gatherer_.prefetch();
   EXPECT_EQ(owners_->model.units[1].gathered, Gathered::filling);
   EXPECT_EQ(owners_->model.units[2].gathered, Gathered::absent) << "no room, and no update is to come";
   let_reads_end();
   EXPECT_EQ(reads(), before_ + 2) << "of the unit that comes next";
-  for (int32_t c = later.first_chunk; c < later.first_chunk + later.chunk_count; ++c) {
-    const std::vector<std::byte> fresh(static_cast<size_t>(owners_->setup.component_bytes(c, Component::hi)),
-                                       value_of(c));
-    gatherer_.deliver(c, fresh.data());
-  }
-  owners_->model.units[1].pending_chunks = 0;
+  update(1);
   pass(0);
   EXPECT_TRUE(gatherer_.ready(1));
   Block* const block = acquire(1);
   expect_weights_of(1, *block);
   gatherer_.release(block, {});
+}
+
+/// In real time.
+class GatheringBesideUpdates : public GatheringAhead {
+ protected:
+  GatheringBesideUpdates() : GatheringAhead(nullptr) {}
+};
+
+/// Whoever asks for a unit that was not predicted waits for the first room, not for all updates that units
+/// wait for.
+TEST_F(GatheringBesideUpdates, WhatWasNotPredictedWaitsForOneOfThem) {
+  std::thread worker;
+  {
+    const MutexLock lock(owners_->core.mutex());
+    for (const int32_t unit : {0, 1}) expect_update(unit);
+    gatherer_.prefetch();
+    ASSERT_EQ(owners_->model.units[1].gathered, Gathered::filling);
+    worker = std::thread([this] {
+      for (const int32_t unit : {0, 1}) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        const MutexLock at_work(owners_->core.mutex());
+        update(unit);
+        owners_->core.changed.notify_all();
+      }
+    });
+    Block* const block = acquire(3);
+    EXPECT_EQ(owners_->model.units[1].gathered, Gathered::filling);
+    expect_weights_of(3, *block);
+    gatherer_.release(block, {});
+  }
+  worker.join();
 }
 
 /// Who waits for a unit gets it, though another wants the room before the first has woken up.
