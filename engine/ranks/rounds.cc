@@ -270,10 +270,17 @@ void Rounds::sum(std::span<const int32_t> units) {
   for (const int32_t unit : units) {
     for (int rank = 0; rank < said_.ranks(); ++rank)
       gives_[rank] = said_.says(rank, Say::gives, unit) ? 1 : 0;
+    note(Happening::summing, unit);
     gradients_.sums().sum(unit, gives_);
     const MutexLock guard(core_.mutex());
+    core_.journal.note(Happening::summed, unit);
     gradients_.sums().summed(unit);
   }
+}
+
+void Rounds::note(Happening happening, int32_t unit) {
+  const MutexLock guard(core_.mutex());
+  core_.journal.note(happening, unit);
 }
 
 /// In groups that go as one call each. All ranks make the same ones: the units and their order are agreed on.

@@ -93,6 +93,7 @@ class Rounds {
   bool is_so(Say say, int32_t unit, const Standing& own) const REQUIRES(engine_mutex);
   bool differs() const REQUIRES(engine_mutex);
   void sum(std::span<const int32_t> units) EXCLUDES(engine_mutex);
+  void note(Happening happening, int32_t unit) EXCLUDES(engine_mutex);
   void gather(std::span<const int32_t> units) EXCLUDES(engine_mutex);
   size_t count_together(std::span<const int32_t> units) const;
   void gather_together(std::span<const int32_t> units) EXCLUDES(engine_mutex);

@@ -74,6 +74,10 @@ class ChromeTrace {
         return end({"gathered", e.unit}, e.time_ns);
       case Happening::gradient:
         return begin({"gradients", e.unit}, "gradients of " + unit, e.time_ns);
+      case Happening::summing:
+        return begin({"sum", e.unit}, "sum gradients of " + unit, e.time_ns);
+      case Happening::summed:
+        return end({"sum", e.unit}, e.time_ns);
       case Happening::scheduled:
         ++left_[e.unit];
         return;

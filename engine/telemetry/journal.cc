@@ -29,6 +29,10 @@ const char* happening_name(Happening happening) {
       return "gathered";
     case Happening::gradient:
       return "gradient";
+    case Happening::summing:
+      return "summing";
+    case Happening::summed:
+      return "summed";
     case Happening::scheduled:
       return "scheduled";
     case Happening::reading:

@@ -20,6 +20,8 @@ enum class Happening : uint8_t {
   gathering,   // a unit's block was taken, reads begin
   gathered,    // its weights are all there
   gradient,    // a segment's gradient arrived
+  summing,     // the ranks begin to add up a unit's gradients
+  summed,      // this rank has its part of the sum
   scheduled,   // step() scheduled a chunk's update
   reading,     // states: extents -> slot
   staged,      // states are in the slot

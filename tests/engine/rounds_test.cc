@@ -13,6 +13,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "engine/base/engine_failed.h"
@@ -24,6 +25,7 @@ namespace overspill::testing {
 namespace {
 
 using engine::Gatherer;
+using engine::Happening;
 using engine::Meeting;
 using engine::Rounds;
 
@@ -196,6 +198,10 @@ TEST(RoundsAlone, SumWhatTheRanksHaveGiven) {
   expect_no_error(on_two_ranks([](Rank& rank) {
     rank.give(2, 0, rank.rank() == 0 ? 1.5F : 2.0F);
     if (rank.rank() == 0) rank.give(5, 0, 3.0F);
+    {
+      const MutexLock lock(rank.o->core.mutex());
+      rank.o->core.journal.enable(true);
+    }
     rank.rounds.meet(Meeting::step, 1, [&] {
       rank.rounds.sum_gradients();
       rank.gradients.reduce_presence();
@@ -208,6 +214,13 @@ TEST(RoundsAlone, SumWhatTheRanksHaveGiven) {
       EXPECT_EQ(rank.first_sum(2), (1.5F + 2.0F) / 2) << "the mean";
     }
     EXPECT_EQ(rank.first_sum(5), 3.0F / 2);
+    std::vector<std::pair<Happening, int32_t>> noted;
+    for (const engine::JournalEntry& entry : rank.o->core.journal.take()) {
+      if (entry.unit >= 0) noted.emplace_back(entry.happening, entry.unit);
+    }
+    const std::vector<std::pair<Happening, int32_t>> expected{
+        {Happening::summing, 2}, {Happening::summed, 2}, {Happening::summing, 5}, {Happening::summed, 5}};
+    EXPECT_EQ(noted, expected);
   }));
 }
 

@@ -74,6 +74,21 @@ def recomputed(folder: str, stage: str) -> list[dict]:
     return said
 
 
+def graph(folder: str) -> list[dict]:
+    """By unit, the seconds that the graph of a step has for its sum over ranks and for its way back to NVMe."""
+    torch.manual_seed(7)
+    engine, *_ = overspill.initialize(Deep(), config(folder, "nvme", 1))
+    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+
+    def step() -> None:
+        engine.backward(engine(x, y))
+        engine.step()
+
+    found = engine.graph(step)
+    engine.close()
+    return [[found.nodes[i].seconds for i in found.of(kind)] for kind in ("reduce", "write")]
+
+
 def two_of_three(folder: str) -> None:
     """Ranks 0 and 2 share a model; rank 1 has no part in it."""
     dist.init_process_group("gloo")
@@ -322,6 +337,7 @@ if __name__ == "__main__":
         "opened": printed(opened),
         "together": printed(together),
         "recomputed": printed(recomputed),
+        "graph": printed(graph),
     }
     jobs |= {"two_of_three": two_of_three, "differ": differ, "bug": bug, "endless": endless}
     jobs |= {"collected": collected}

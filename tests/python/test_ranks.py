@@ -72,6 +72,12 @@ def test_blocks_that_backward_computes_again(tmp_path, stage):
         assert again | {"again": 0} == kept, "bit for bit"
 
 
+def test_a_graph_has_the_times_of_sums_and_of_writes(tmp_path):
+    for process in launch.run(2, "ranks_job.py", "graph", tmp_path):
+        for seconds in json.loads(process.out):
+            assert seconds and all(each > 0 for each in seconds)
+
+
 def test_a_group_of_the_users(tmp_path):
     three = launch.run(3, "ranks_job.py", "two_of_three", tmp_path)
     assert three[1].out == ""

@@ -106,6 +106,8 @@ def test_buffers_are_where_they_were():
         (5, "gathered", 0),
         (8, "freed", 1),
         (9, "gradient", 1),
+        (9, "summing", 1),
+        (10, "summed", 1),
         (10, "stepped"),
         *((10, "scheduled", 1, chunk) for chunk in (4, 5, 6)),
         (11, "reading", 1, 4, 0),
@@ -120,9 +122,10 @@ def test_buffers_are_where_they_were():
     assert spans(found, "coming") == [(1, 3, 1, "weights"), (4, 5, 0, "weights")]
     assert spans(found, "weights") == [(3, 8, 1, "weights"), (5, 30, 0, "weights")]
     assert [s.row for s in found.lane("weights").spans] == [0, 1], "both are there at once"
-    assert spans(found, "ring") == [(11, 16, 1, "states")]
+    assert spans(found, "ring") == [(11, 14, 1, "states"), (14, 16, 1, "writing")]
+    assert spans(found, "sums") == [(9, 10, 1, "sum")]
     assert spans(found, "gradients") == [(9, 21, 1, "gradients")], "until the last chunk is updated"
-    (ring,) = found.lane("ring").spans
+    ring, _ = found.lane("ring").spans
     assert ring.bytes == 2400 // 3 and ring.state == "states of chunk 1 of 3 in buffer 0"
     assert found.lane("updates").rows == 2
 

@@ -15,7 +15,8 @@ class _Maker:
         self.nodes: list[Node] = []
         spans = {lane.key: lane.spans for lane in timed.lanes}
         self.caller, self.updates = spans["caller"], spans.get("updates", [])
-        self.coming, self.ring = spans.get("coming", []), spans.get("ring", [])
+        self.coming, self.sums = spans.get("coming", []), spans.get("sums", [])
+        self.writes = [span for span in spans.get("ring", []) if span.kind == "writing"]
         self.backward_at = min((s.begin for s in self.caller if s.kind == "backward"), default=timed.duration)
         gradients = {s.unit for s in spans.get("gradients", [])}
         self.has_backward = tracer.in_backward | {u for u in gradients if trained[u]}
@@ -90,7 +91,8 @@ class _Maker:
             size = self.timed.units[unit].gradient_bytes
             ends[unit] = self.add("gradient", unit, 0, size, None, nodes)
             if self.ranks > 1:
-                ends[unit] = self.add("reduce", unit, 0, size, None, [ends[unit]])
+                took = _seconds(span for span in self.sums if span.unit == unit)
+                ends[unit] = self.add("reduce", unit, 0, size, took, [ends[unit]])
         if not self.timed.steps:
             return  # nothing was updated
         decision = self.add("decision", -1, 0, 0, None, ends.values())
@@ -98,8 +100,9 @@ class _Maker:
             spans = [s for s in self.updates if s.unit == unit]
             size = self.timed.units[unit].states_bytes
             update = self.add("update", unit, 0, size, _seconds(spans), [decision, ends[unit]])
-            if any(s.unit == unit for s in self.ring):
-                self.add("write", unit, 0, size, None, [update])
+            writes = [s for s in self.writes if s.unit == unit]
+            if writes:
+                self.add("write", unit, 0, size, _seconds(writes), [update])
 
     def _took(self, kind: str, unit: int) -> float | None:
         """Uses of a unit share its time: the engine notes units, no uses."""

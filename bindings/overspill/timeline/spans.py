@@ -43,6 +43,7 @@ _LANES = {
     "coming": "Weights on their way into memory",
     "weights": "Weights in memory beside their home",
     "gradients": "Gradients that wait for their update",
+    "sums": "Gradients that the ranks add up",
     "ring": "States in buffers: read, updated, written",
     "copy_up": "Device: copies up",
     "compute": "Device: computes",
@@ -269,6 +270,11 @@ class _Reader:
                 self._begin(
                     ("gradients", unit), now, unit, "gradients", size, "gradients wait for their update"
                 )
+        elif what == "summing":
+            size = self.units[unit].gradient_bytes
+            self._begin(("sums", unit), now, unit, "sum", size, "the ranks add up its gradients")
+        elif what == "summed":
+            self._end(("sums", unit), now)
         elif what == "scheduled":
             self.left.setdefault(unit, set()).add(chunk)
         elif what == "reading":
@@ -284,6 +290,9 @@ class _Reader:
                 self.left[unit].discard(chunk)
                 if not self.left[unit]:
                     self._end(("gradients", unit), now)
+        elif what == "writing":
+            said = f"states{self._part(unit, chunk)} are written from buffer {slot}"
+            self._begin(("ring", slot), now, unit, "writing", self._states(unit), said)
         elif what == "written":
             self._end(("ring", slot), now)
 
