@@ -50,7 +50,7 @@ NOT_RUN = {
     "needs several ranks; tests start such jobs (test_torchrun*.py, test_finetune.py, pipelining_job.py)": (
         "docs/activations.md: A slice on each rank, python",
         "docs/coming-from-deepspeed.md: Pipelines, python",
-        "docs/guide.md: Scripts: what to know beyond the first, bash",
+        "docs/guide.md: More about scripts, bash",
         "docs/ranks.md: Trying it, bash",
         "docs/torchrun.md: Several ranks under torchrun, bash",
         "docs/torchrun.md: overspill train, bash",
