@@ -1,8 +1,9 @@
-"""A graph as a picture, SVG or PNG, drawn by matplotlib: time goes to the right, what may run side by side lies
-above one another, the critical path is red."""
+"""A graph as a picture, SVG or PNG, drawn by matplotlib: what depends on something lies to the right of it, a unit
+has a row of its own, the critical path is red."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from .. import durable
@@ -29,7 +30,7 @@ def write(graph: Graph, path: Path) -> None:
     critical = set(path_nodes.nodes)
     columns = 1 + max((x for x, _ in places), default=0)
     rows = 1 + max((y for _, y in places), default=0)
-    figure = Figure(figsize=(min(60, 2 + 1.1 * columns), min(40, 1.5 + 0.5 * rows)), layout="constrained")
+    figure = Figure(figsize=(min(60, 1 + 0.9 * columns), min(40, 1 + 0.5 * rows)), layout="constrained")
     axis = figure.subplots()
     for i, node in enumerate(graph.nodes):
         x, y = places[i]
@@ -51,8 +52,8 @@ def write(graph: Graph, path: Path) -> None:
         edge = "#cf222e" if i in critical else "white"
         box = {"boxstyle": "round", "facecolor": _COLORS[node.kind], "edgecolor": edge}
         axis.text(*places[i], name[-22:] + took, size=5, color="white", ha="center", va="center", bbox=box)
-    axis.set_xlim(-1, columns)
-    axis.set_ylim(rows, -1)
+    axis.set_xlim(-0.6, columns - 0.4)
+    axis.set_ylim(rows - 0.4, -0.6)
     axis.axis("off")
     kinds = {node.kind for node in graph.nodes}
     handles = [Patch(color=_COLORS[kind], label=kind) for kind in KINDS if kind in kinds]
@@ -63,13 +64,22 @@ def write(graph: Graph, path: Path) -> None:
 
 
 def _places(graph: Graph) -> list[tuple[int, int]]:
-    """Of each node: how many nodes have to come before it at least, and a row of its own there."""
+    """Of each node: how many nodes have to come before it at least, and its row. A unit has one row, as far as its
+    nodes of one column find room there; what belongs to no unit is in the middle."""
+    rows: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.unit >= 0:
+            rows.setdefault(node.unit, len(rows))
     depths: list[int] = []
-    taken: dict[int, int] = {}
+    taken: set[tuple[int, int]] = set()
     found = []
     for node in graph.nodes:
         depth = 1 + max((depths[i] for i in node.after), default=-1)
         depths.append(depth)
-        found.append((depth, taken.get(depth, 0)))
-        taken[depth] = taken.get(depth, 0) + 1
+        wanted = rows.get(node.unit, len(rows) // 2)
+        place = next(
+            (depth, row) for row in itertools.chain((wanted,), itertools.count()) if (depth, row) not in taken
+        )
+        taken.add(place)
+        found.append(place)
     return found
