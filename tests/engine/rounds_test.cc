@@ -196,12 +196,12 @@ TEST(RoundsAlone, HoldOnlyWhatIsSent) {
 /// segment counts as zeros.
 TEST(RoundsAlone, SumWhatTheRanksHaveGiven) {
   expect_no_error(on_two_ranks([](Rank& rank) {
-    rank.give(2, 0, rank.rank() == 0 ? 1.5F : 2.0F);
-    if (rank.rank() == 0) rank.give(5, 0, 3.0F);
     {
       const MutexLock lock(rank.o->core.mutex());
       rank.o->core.journal.enable(true);
     }
+    rank.give(2, 0, rank.rank() == 0 ? 1.5F : 2.0F);
+    if (rank.rank() == 0) rank.give(5, 0, 3.0F);
     rank.rounds.meet(Meeting::step, 1, [&] {
       rank.rounds.sum_gradients();
       rank.gradients.reduce_presence();
