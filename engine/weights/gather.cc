@@ -114,8 +114,7 @@ Block* Gatherer::acquire(int32_t unit) {
     make_copies();
     core_.wait(
         [&]() REQUIRES(engine_mutex) {
-          const bool served = serve_.arriving == 0 && !after_serve_.empty();
-          return state.gathered == Gathered::ready || state.gathered == Gathered::absent || served;
+          return state.gathered == Gathered::ready || state.gathered == Gathered::absent || may_copy_served();
         },
         state.pending_chunks > 0 ? Cause::updates : Cause::reads, unit);
   }
@@ -282,7 +281,7 @@ void Gatherer::make_copies() {
 }
 
 void Gatherer::copy_served() {
-  while (serve_.arriving == 0 && !after_serve_.empty()) make_next(after_serve_);
+  while (may_copy_served()) make_next(after_serve_);
 }
 
 void Gatherer::make_next(std::vector<Copy>& copies) {

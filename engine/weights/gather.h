@@ -141,6 +141,9 @@ class Gatherer {
   void bring(Block& block, int32_t chunk, Urgency urgency) REQUIRES(engine_mutex);
   void fetch(Block& block, int32_t chunk, Urgency urgency) REQUIRES(engine_mutex);
   void make_copies() MAY_RELEASE(engine_mutex);
+  bool may_copy_served() const REQUIRES(engine_mutex) {
+    return serve_.arriving == 0 && !after_serve_.empty();
+  }
   void make_next(std::vector<Copy>& copies) MAY_RELEASE(engine_mutex);
   void make(const Copy& copy) MAY_RELEASE(engine_mutex);
   void arrived(Block& block) REQUIRES(engine_mutex);

@@ -287,13 +287,13 @@ class GatheringBesideUpdates : public GatheringAhead {
 /// Whoever asks for a unit that was not predicted waits for the first room, not for all updates that units
 /// wait for.
 TEST_F(GatheringBesideUpdates, WhatWasNotPredictedWaitsForOneOfThem) {
-  std::thread worker;
+  std::jthread worker;  // ends after the lock, also where acquire() throws
   {
     const MutexLock lock(owners_->core.mutex());
     for (const int32_t unit : {0, 1}) expect_update(unit);
     gatherer_.prefetch();
     ASSERT_EQ(owners_->model.units[1].gathered, Gathered::filling);
-    worker = std::thread([this] {
+    worker = std::jthread([this] {
       for (const int32_t unit : {0, 1}) {
         std::this_thread::sleep_for(std::chrono::milliseconds(100));
         const MutexLock at_work(owners_->core.mutex());
@@ -306,7 +306,6 @@ TEST_F(GatheringBesideUpdates, WhatWasNotPredictedWaitsForOneOfThem) {
     expect_weights_of(3, *block);
     gatherer_.release(block, {});
   }
-  worker.join();
 }
 
 /// Who waits for a unit gets it, though another wants the room before the first has woken up.

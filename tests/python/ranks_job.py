@@ -74,8 +74,8 @@ def recomputed(folder: str, stage: str) -> list[dict]:
     return said
 
 
-def graph(folder: str) -> list[dict]:
-    """By unit, the seconds that the graph of a step has for its sum over ranks and for its way back to NVMe."""
+def graph(folder: str) -> list[list[float | None]]:
+    """The seconds that the graph of a step has for the units' sums over ranks, and for their ways back to NVMe."""
     torch.manual_seed(7)
     engine, *_ = overspill.initialize(Deep(), config(folder, "nvme", 1))
     x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
